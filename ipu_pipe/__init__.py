@@ -2,6 +2,7 @@
 
     `begin_stage`   mark where a stage begins     `Pipeline`      from your own loop
     `partition`     a model's stages              `configure`     a run's settings
+    `compare`       methods on your own loop
     `from_loader`   your own data loaders         `train`         run it
 
 Names are imported when they are first used, so that `import ipu_pipe` and tools without PyTorch
@@ -16,7 +17,7 @@ stay quick. The files and folders, each of which imports only from those before 
     replay, backends                                     what is computed, and where
     report, store                                        what a run writes
     pipeline                                             the object that all of this is for
-    run, integrations, compare, cli                      loops over it, and the commands
+    run, integrations, comparison, cli                   loops over it, and the commands
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ _HOMES = {
     "train": "run.train",
     "Pipeline": "pipeline.pipeline",
     "Update": "pipeline.pipeline",
+    "compare": "comparison.comparing",
     "plan_config": "run.planning",
     "analyze_run": "report.analysis.analyze",
 }
 
 if TYPE_CHECKING:
+    from ipu_pipe.comparison.comparing import compare
     from ipu_pipe.config.load import configure, load_config, resolve_method
     from ipu_pipe.cut.graphs import trace_stages
     from ipu_pipe.data import from_loader, load_data
@@ -86,6 +89,7 @@ __all__ = [
     "VersionTable",
     "analyze_run",
     "begin_stage",
+    "compare",
     "configure",
     "export",
     "format_text",

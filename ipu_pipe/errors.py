@@ -75,6 +75,17 @@ def say_in(language: Language) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def locate_faults(place: object) -> Iterator[None]:
+    """Name the place, such as a file or a call, before each fault of a `BadInput` that leaves the
+    context.
+    """
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput([f"{place}: {line}" for line in error.lines]) from error.__cause__
+
+
 class RunFault(RuntimeError):
     """A fault while running, in one line (a loss that is not finite, a full disk). Exit code 1.
 
@@ -278,7 +289,7 @@ def _describe_fault(error: BaseException) -> list[str]:
         ]
     if isinstance(error, OSError):
         # without a file name it concerns a stream, because code that writes files names them
-        file = "standard output" if error.filename is None else error.filename
+        file = error.filename or "standard output: cannot be written"
         return [f"{file}: {error.strerror or error}"]
     raise error
 

@@ -1,13 +1,14 @@
 """Find the example configs that are shipped with the library, and name its commands as the user
 calls them.
 
-In a clone the models and configs are beside the package, as `models` and `configs`; a wheel
-contains them as `ipu_pipe.models` and `ipu_pipe/configs`, so it installs no package `models` or
+In a clone the models, configs and examples are beside the package, as `models`, `configs` and
+`examples`; a wheel contains them as `ipu_pipe.models`, `ipu_pipe/configs` and so on, so it installs no package `models` or
 `configs`, names that users may have themselves.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -15,13 +16,18 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent
 MODELS = "models"
 COMMAND = "ipu-pipe"
-TOOL = re.compile(r"\b(?:python )?tools/(\w+)\.py")
+TOOL = re.compile(r"\b(torchrun [^,;]*?)?(?:python )?tools/(\w+)\.py")
+
+
+def find_shipped(name: str) -> Path:
+    """Return the folder `name` that is shipped with the library: in a wheel inside the package."""
+    in_wheel = PACKAGE / name
+    return in_wheel if in_wheel.is_dir() else PACKAGE.parent / name
 
 
 def find_configs() -> Path:
     """Return the folder of the example configs and of the hardware descriptions."""
-    in_wheel = PACKAGE / "configs"
-    return in_wheel if in_wheel.is_dir() else PACKAGE.parent / "configs"
+    return find_shipped("configs")
 
 
 def list_configs() -> list[str]:
@@ -36,7 +42,8 @@ def find_config(name: str) -> Path:
     mlp_digits).
     """
     path = Path(name)
-    if path.exists() or path.is_absolute():
+    # os.path, because Path raises where a name is too long
+    if os.path.exists(path) or path.is_absolute():
         return path
     return find_example(name) or path
 
@@ -47,7 +54,7 @@ def find_example(name: str) -> Path | None:
     relative = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
     example = find_configs() / relative
     example = example if relative.suffix else example.with_suffix(".yaml")
-    return example if example.is_file() else None
+    return example if os.path.isfile(example) else None
 
 
 def get_program() -> str | None:
@@ -73,9 +80,12 @@ def name_commands(text: str, program: str | None = None) -> str:
         return text
 
     def name_command(match: re.Match[str]) -> str:
-        name = match.group(1)
+        launcher, name = match.groups()
         # other tools run from a clone alone, by their own names
-        is_command = (PACKAGE / "cli" / f"{name}.py").is_file()
-        return f"{program} {name.replace('_', '-')}" if is_command else match.group()
+        if not (PACKAGE / "cli" / f"{name}.py").is_file():
+            return match.group()
+        # torchrun starts a script or a module, not a command
+        start = f"{launcher}-m ipu_pipe" if launcher else program
+        return f"{start} {name.replace('_', '-')}"
 
     return TOOL.sub(name_command, text)

@@ -25,6 +25,11 @@ def show(value: Any) -> str:
     return _cut(escape(text), MOST_OF_A_VALUE)
 
 
+def format_estimate(value: float, digits: int) -> str:
+    """Return a number with `digits` significant digits and separators of thousands: 40,000."""
+    return f"{float(f'{value:.{digits}g}'):,.12g}"
+
+
 def describe_kind(value: Any) -> str:
     """Return a number or None as text, and of any other value its type: a Tensor, the class
     Linear.
@@ -170,6 +175,11 @@ def list_some(names: Sequence[Any], most: int = 4) -> str:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def format_count(number: int, name: str) -> str:
+    """Return a number of things in words: 1 seed, 2 seeds."""
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def format_bytes(size: float) -> str:

@@ -5,6 +5,13 @@ The language model has a norm before each sublayer and learned positions. Each b
 
     embedding | block1 | ... | block4 | norm head                                                6 stages with 4 blocks
 
+With attention residuals (Kimi Team 2026, arXiv 2603.15031) a sublayer's input is a mean of the
+outputs so far, which it weighs itself. So the sums of earlier blocks cross all later stages.
+
+    embedding | layer1 | layer2 | layer3 | layer4 | mix norm head            with 2 layers a block
+    b0 ------------------------------------------>  b0: the embedding
+                       b1 ----------------------->  b1: the sum of the sublayers in layers 1 and 2
+
 The translation model has a norm after each sublayer and sinusoidal positions, with the sizes of
 fairseq's model for IWSLT14. Each layer is a stage. One weight projects queries, keys and values,
 and no weights are tied, which gives the 93 weights of PipeMare (Yang et al. 2021).
@@ -20,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Sequence
 
 import torch
 from torch import nn
@@ -195,6 +202,118 @@ def transformer_lm(
         _initialize_lm(model, blocks)
     if tied:
         model.head.weight = model.embedding.tokens.weight  # type: ignore[union-attr, assignment]
+    return model
+
+
+class DepthAttention(nn.Module):
+    """Attention over sources from earlier depths, for each token by itself: a learned query weighs
+    the sources by their keys, which are the normalized sources. It begins as their plain mean.
+
+    The norm has no gain of its own: the query's entries would be multiplied by it.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.zeros(width))
+
+    def forward(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return sum_s softmax_s(q . RMSNorm(v_s)) v_s. sources v: each (B, T, W) -> (B, T, W)."""
+        values = torch.stack(list(sources))
+        # written out, since torch 2.0 has no RMSNorm
+        scale = (values.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        scores = (values * scale) @ self.query
+        return (scores.softmax(0).unsqueeze(-1) * values).sum(0)
+
+
+class DepthLayer(Block):
+    """Transformer layer with attention residuals: each sublayer's input is mixed from the sums of
+    the blocks before it and from the sum of its own block so far.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float, is_first: bool) -> None:
+        super().__init__(width, heads, dropout)
+        # the first sublayer of a model has the embedding alone
+        self.mix1 = None if is_first else DepthAttention(width)
+        self.mix2 = DepthAttention(width)
+
+    def forward(  # type: ignore[override]
+        self, blocks: Sequence[torch.Tensor], partial: Optional[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the sum of the sublayers of this block so far. blocks: the sums of those before it,
+        each (B, T, W); partial: the sum so far, None at the beginning of a block.
+        """
+        sources = blocks if partial is None else [*blocks, partial]
+        x = self.norm1(blocks[0] if self.mix1 is None else self.mix1(sources))
+        x = self.dropout1(self.attention(x, _make_causal_mask(x)))
+        partial = x if partial is None else partial + x
+        x = self.norm2(self.mix2([*blocks, partial]))
+        return partial + self.dropout2(self.fc2(self.gelu(self.fc1(x))))
+
+
+class AttentionResidualLM(nn.Module):
+    """Causal language model with attention residuals over blocks of layers."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        heads: int,
+        layers: int,
+        layers_per_block: int,
+        context: int,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self._layers = [f"layer{number}" for number in range(1, layers + 1)]
+        self._layers_per_block = layers_per_block
+        self.embedding = LearnedEmbedding(vocabulary, context, width, dropout)
+        for name in self._layers:
+            layer = DepthLayer(width, heads, dropout, is_first=name == "layer1")
+            self.add_module(name, begin_stage(layer))
+        self.mix = begin_stage(DepthAttention(width))
+        self.norm = nn.LayerNorm(width)
+        self.head = Logits(width, vocabulary)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits. x: tokens (B, T) -> (B, vocabulary, T)."""
+        blocks = [self.embedding(x)]
+        partial = None
+        for number, name in enumerate(self._layers, 1):
+            partial = getattr(self, name)(blocks, partial)
+            if number % self._layers_per_block == 0:
+                blocks = [*blocks, partial]
+                partial = None
+        return self.head(self.norm(self.mix(blocks if partial is None else [*blocks, partial])))
+
+
+def attention_residual_lm(
+    vocabulary: int = 256,
+    width: int = 128,
+    heads: int = 4,
+    layers: int = 4,
+    layers_per_block: int = 2,
+    context: int = 64,
+    dropout: float = 0.0,
+) -> AttentionResidualLM:
+    """Build a causal language model with block attention residuals: `layers + 2` stages.
+
+    Input tokens (B, T), T at most `context`; output (B, vocabulary, T), for labels (B, T). Weights
+    begin as GPT-2's. Raise `BadInput` if an argument is out of range.
+    """
+    _check(
+        "attention_residual_lm",
+        heads,
+        width,
+        dropout,
+        vocabulary=vocabulary,
+        layers=layers,
+        layers_per_block=layers_per_block,
+        context=context,
+    )
+    model = AttentionResidualLM(
+        vocabulary, width, heads, layers, layers_per_block, context, dropout
+    )
+    _initialize_lm(model, layers)
     return model
 
 

@@ -13,13 +13,20 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.seconds import read_dear_cases
+
 torch.set_num_threads(1)
 settings.register_profile("ipu_pipe", deadline=None, derandomize=True, database=None)
 settings.load_profile("ipu_pipe")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
-    """Skip tests marked `gpu` on a machine without a GPU."""
+    """Mark the dear cases slow, and skip tests marked `gpu` on a machine without a GPU."""
+    dear_cases = read_dear_cases()
+    for item in items:
+        if item.nodeid in dear_cases:
+            item.add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -113,7 +113,7 @@ def count_update(folder: str, *settings: str) -> UpdateTally:
 
 def count_building() -> Tally:
     """Build the job of a run and return the tally of it."""
-    from ipu_pipe.pipeline.build import build
+    from ipu_pipe.run.build import build
 
     config, tally = ipu_pipe.load_config(ROOT / "configs" / "mlp_digits.yaml", SETTINGS), Tally()
     tally.start()

@@ -7,12 +7,13 @@ Sums are in NumPy's order, so that weights agree to rounding, not to the last bi
 
 Sources: randomized PipeDream, Algorithms 1 and 2; Laskin et al. 2020, section 3; Yang et al. 2021
 (PipeMare), appendix E; Douillard et al. 2023 (DiLoCo), Algorithm 1, with AdamW (Loshchilov and
-Hutter 2019) inside.
+Hutter 2019) inside; Barkai et al. 2020 (Gap-Aware); arXiv 2602.03515 (basis rotation), Algorithms 1
+and 2; arXiv 2606.30634, the correction of delayed steps.
 """
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -59,16 +60,106 @@ def train_by_block_updates(
     return iterates[-1]
 
 
-def train_hogwild(net: Net, data: Sequence[Microbatch], lr: float, delays: np.ndarray) -> Net:
-    """Train by equation 16 of PipeMare: w_{i,t+1} = w_{i,t} - lr [grad f_t(w_{t - tau_i})]_i, where
-    stage j's weights are those of t - tau_j (`delays[j, t]`).
+# (layer, its newest weights, the weights that its gradient was taken at, the gradient) -> new weights
+Step = Callable[[int, Matrix, Matrix, Matrix], Matrix]
+
+
+def train_with_delays(net: Net, data: Sequence[Microbatch], step: Step, delays: np.ndarray) -> Net:
+    """Train with gradients of old weights: update t of stage j has its gradient at the weights of
+    update t - tau_j (`delays[j, t]`) of all stages j.
     """
     history = [net]
     for t, (x, y) in enumerate(data):
         stale = [history[t - delays[j, t]][j] for j in range(len(net))]
         gradients = differentiate(stale, x, y)
-        history.append([w - lr * g for w, g in zip(history[t], gradients)])
+        history.append([step(j, *ws) for j, ws in enumerate(zip(history[t], stale, gradients))])
     return history[-1]
+
+
+def train_hogwild(net: Net, data: Sequence[Microbatch], lr: float, delays: np.ndarray) -> Net:
+    """Train by equation 16 of PipeMare: w_{i,t+1} = w_{i,t} - lr [grad f_t(w_{t - tau_i})]_i."""
+    return train_with_delays(net, data, lambda j, now, read, g: now - lr * g, delays)
+
+
+def make_gap_aware_step(lr: float, momentum: float, decay: float) -> Step:
+    """Return SGD with momentum whose gradients are g / (1 + |w_now - w_read| / (sqrt(s) + 1e-8)),
+    s <- decay s + (1 - decay) (w_{t+1} - w_t)^2, by element (Gap-Aware).
+    """
+    velocities: Dict[int, Matrix] = {}
+    squares: Dict[int, Matrix] = {}
+
+    def step(j: int, now: Matrix, read: Matrix, g: Matrix) -> Matrix:
+        square = squares.get(j, np.zeros_like(now))
+        gradient = g / (1 + abs(now - read) / (np.sqrt(square) + 1e-8))
+        velocities[j] = momentum * velocities.get(j, np.zeros_like(now)) + gradient
+        squares[j] = decay * square + (1 - decay) * (lr * velocities[j]) ** 2
+        return now - lr * velocities[j]
+
+    return step
+
+
+class RotatedAdam:
+    """Basis rotation of one matrix: Adam in the eigenbases of the gradients' covariances."""
+
+    def __init__(self, shape: Tuple[int, int], frequency: int) -> None:
+        self.frequency = frequency
+        self.t = 0
+        self.mean, self.square = np.zeros(shape), np.zeros(shape)
+        self.covariances = [np.zeros((size, size)) for size in shape]
+        self.bases: List[Matrix] = []
+
+    def step(self, w: Matrix, g: Matrix, lr: float, decay: float) -> Matrix:
+        b1 = b2 = 0.95
+        self.t += 1
+        self.mean = b1 * self.mean + (1 - b1) * g
+        products = g @ g.T, g.T @ g
+        self.covariances = [b2 * c + (1 - b2) * x for c, x in zip(self.covariances, products)]
+        if not self.bases:
+            self.bases = [np.linalg.eigh(c)[1][:, ::-1] for c in self.covariances]
+        elif self.t % self.frequency == 0:
+            for axis, (c, basis) in enumerate(zip(self.covariances, self.bases)):
+                order = np.argsort(-np.diag(basis.T @ c @ basis))
+                self.square = np.take(self.square, order, axis)
+                self.bases[axis] = np.linalg.qr(c @ basis[:, order])[0]
+        U, V = self.bases
+        self.square = b2 * self.square + (1 - b2) * (U.T @ g @ V) ** 2
+        rotated = (U.T @ self.mean @ V) / (np.sqrt(self.square) + 1e-8)
+        rate = lr * np.sqrt(1 - b2**self.t) / (1 - b1**self.t)
+        return w - lr * decay * w - rate * U @ rotated @ V.T
+
+
+def make_rotated_step(net: Net, lr: float, decay: float, frequency: int) -> Step:
+    """Return basis rotation for the weights, and AdamW for the biases, with the same rate."""
+    rotated = [RotatedAdam((len(w), w.shape[1] - 1), frequency) for w in net]
+    biases = [InnerAdamW([w[:, -1]], lr, decay) for w in net]
+
+    def step(j: int, now: Matrix, read: Matrix, g: Matrix) -> Matrix:
+        weight = rotated[j].step(now[:, :-1], g[:, :-1], lr, decay)
+        return np.column_stack([weight, *biases[j].step([now[:, -1]], [g[:, -1]])])
+
+    return step
+
+
+class FedBackAdamW:
+    """AdamW of one weight with the correction of delayed steps, c = 1: x <- x - u_t - (u_t -
+    u_{t-1}), u the whole step at the newest weights. The first step is plain; an update without a
+    gradient makes none, and sets the step that is remembered to 0.
+    """
+
+    def __init__(self, w: Matrix, decay: float) -> None:
+        self._adamw = InnerAdamW([w], 0.0, decay)
+        self._previous: Optional[Matrix] = None
+
+    def step(self, w: Matrix, g: Optional[Matrix], lr: float) -> Matrix:
+        if g is None:
+            if self._previous is not None:
+                self._previous = np.zeros_like(w)
+            return w
+        self._adamw.lr = lr
+        u = w - self._adamw.step([w], [g])[0]
+        previous = u if self._previous is None else self._previous
+        self._previous = u
+        return w - u - (u - previous)
 
 
 def compute_truncated_exponential(mean: float, greatest: int) -> np.ndarray:
@@ -109,7 +200,7 @@ class InnerAdamW:
     """AdamW of one replica, with a state that lives through the rounds."""
 
     def __init__(self, net: Net, lr: float, decay: float) -> None:
-        self._lr = lr
+        self.lr = lr
         self._decay = decay
         self._steps = 0
         self._mean = [np.zeros_like(w) for w in net]
@@ -123,7 +214,7 @@ class InnerAdamW:
             self._square[i] = 0.999 * self._square[i] + 0.001 * g**2
             first = self._mean[i] / (1 - 0.9**self._steps)
             second = self._square[i] / (1 - 0.999**self._steps)
-            changed.append(w - self._lr * (first / (np.sqrt(second) + 1e-8) + self._decay * w))
+            changed.append(w - self.lr * (first / (np.sqrt(second) + 1e-8) + self._decay * w))
         return changed
 
 

@@ -127,6 +127,7 @@ class State:
         self.velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.difference = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.delta = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.squared_step = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.direction = {name: torch.zeros_like(w) for name, w in weights.items()}
         self.delayed: Weights = {}  # the optimizer's own step
 
@@ -278,14 +279,18 @@ class LiteralStage:
                 p.grad = gradient.clone() if p.grad is None else p.grad + gradient
 
     def _compensate(self, name: str, gradient: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
-        """Return a gradient h compensated by DC-ASGD: h + lambda N h h (w_now - w_read); the microbatch's is g = N h."""
+        """Return a gradient h divided by Gap-Aware's 1 + abs(w_now - w_read) / sqrt(s), or compensated by DC-ASGD:
+        h + lambda N h h (w_now - w_read); the microbatch's is g = N h."""
         rules = self.rules
-        rule = (
-            rules.args.get("delay_compensation")
-            if rules and rules.delay and self.version >= rules.switch
-            else None
-        )
-        if rules is None or rule is None:
+        if rules is None or not rules.delay or self.version < rules.switch:
+            return gradient
+        if "gap_aware" in rules.args:
+            gap = (self.history[-1][name] - read).abs() / (
+                self.states[-1].squared_step[name].sqrt() + 1e-8
+            )
+            return gradient / (1 + gap)
+        rule = rules.args.get("delay_compensation")
+        if rule is None:
             return gradient
         term = gradient * gradient * (self.history[-1][name] - read)
         if rule["adaptive"]:
@@ -354,6 +359,11 @@ class LiteralStage:
             for name, p in trained.items():
                 old = self.history[-1][name]
                 state.difference[name] = p.data - old
+                if "gap_aware" in args and delay:
+                    decay = args["gap_aware"]["decay"]
+                    before = self.states[-1].squared_step[name]
+                    step = p.data - old
+                    state.squared_step[name] = (decay * before).addcmul(step, step, value=1 - decay)
                 if "t2" in args and delay:
                     decay = args["t2"]["decay"]
                     gamma = 1 - 2 / (delay + 1) if decay == "optimal" else decay ** (1 / delay)

@@ -19,8 +19,8 @@ from ipu_pipe.hardware.paper_figures import (
     compute_worker_footprint,
 )
 from ipu_pipe.model.stages import describe_stages, partition
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.memory import compute_memory_figures
+from ipu_pipe.run.build import build
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import amortize_utilization, compute_utilization, make_schedule

@@ -9,7 +9,7 @@ from typing import Any, Sequence
 import pytest
 
 from ipu_pipe.config.load import configure, load_config
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.stability.recurrences import make_delayed_sgd

@@ -49,7 +49,7 @@ def test_a_device_that_waits() -> None:
         "index": 0, "stages": [0], "busy_ns": 30, "busy_ns_by_stage": {"0": 30},
             "wait_ns": 14, "communication_ns": 6, "ramp_up_ns": 10, "ramp_down_ns": 30,
         "idle_ns": 10, "waits_for": {"1": 14}, "idle_in": {"evaluate": 5, "checkpoint": 0, "pause": 0, "host": 5},
-        "outside_ns": 5, "utilization": 30 / 95,
+        "outside_ns": 5, "data_ns": 0, "utilization": 30 / 95,
     }  # fmt: skip
     assert rows[1]["busy_ns"] == sum_parts(rows[1]) == 100 and rows[1]["waits_for"] == {}
 

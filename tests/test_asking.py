@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ipu_pipe
-from ipu_pipe.backends.ipu.backend import list_faults
 from ipu_pipe.model.loss import list_requested_fields
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from tests.support.flows import train_updates
 from tests.support.processes import check_two_processes
 from tests.support.runs import needs_processes
@@ -128,17 +127,6 @@ def test_a_field_that_the_batch_lacks_is_reported() -> None:
         line.startswith("loss: takes mask besides outputs and labels: ")
         and "loss(output, y, *, mask)" in line
     )
-
-
-def test_ipus_refuse_a_loss_that_takes_the_batch() -> None:
-    job = build(
-        configure_short_run(),
-        TwoInputs(),
-        ipu_pipe.from_loader([(a, y) for a, _, y in PARTS]),
-        compute_smooth_loss,
-    )
-    (fault,) = list_faults(job)
-    assert fault.startswith("loss: takes batch of the batch: ")
 
 
 # ---- on two processes

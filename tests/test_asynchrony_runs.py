@@ -9,7 +9,7 @@ import pytest
 
 from ipu_pipe.cli import schedule as schedule_command
 from ipu_pipe.config.load import configure
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests.support.runs import ROOT, assert_same_weights, list_faults
 

@@ -76,7 +76,7 @@ KEYS = """loss optimizer method loss_weight stages stages_per_device microbatche
 clip precision recompute replicas reduction seed heads backend device process_group deadline
 backend_args hardware allow_nonfinite trace example""".split()
 METHOD_ARGS = """t1 t2 stash warmup weight_prediction spike_compensation recompute hogwild
-delay_compensation local_steps replicas outer block_rates file delays nag error_feedback
+delay_compensation local_steps replicas outer block_rates file delays nag error_feedback gap_aware
 split_backward anneal_updates head""".split()
 # a pipeline of more microbatches would only take long
 MOST_SAMPLES = 4096

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ipu_pipe
 from ipu_pipe import BadInput
-from ipu_pipe.backends.ipu.backend import list_faults as list_ipu_faults
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.schema import Config
 from ipu_pipe.data.sources import split_batch
@@ -31,8 +30,8 @@ from ipu_pipe.model.batch import (
     walk_leaves,
 )
 from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.run_text import describe_left_out
+from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import PlanningRequest, make_planning_problem
 from tests.support.flows import evaluate_on_test_set, train_updates
 from tests.support.models import Composed
@@ -356,20 +355,6 @@ def test_impossible_batches_are_reported() -> None:
     )
 
 
-def test_ipus_take_pairs_of_tensors() -> None:
-    (fault,) = list_ipu_faults(
-        build(configure_short_run(), TwoInputs(), ipu_pipe.from_loader(PARTS))
-    )
-    assert BadInput(fault).faults[0].startswith("data: ")
-    job = build(
-        configure_short_run(),
-        TwoInputs(),
-        ipu_pipe.from_loader(PAIRS),
-        output=lambda scores: scores,
-    )
-    assert "model.output: IPUs" in list_ipu_faults(job)[0]
-
-
 def test_heads_of_blocks_refuse_a_selected_output_and_the_models_loss() -> None:
     keys = {"method": "local_greedy", "stages": ["1"]}
     model = make_linear_layers()
@@ -395,12 +380,12 @@ def test_heads_of_blocks_refuse_a_selected_output_and_the_models_loss() -> None:
     )
 
 
-def test_stages_on_processes_take_one_shape() -> None:
+def test_backends_that_compile_take_one_shape() -> None:
     a, b, _ = PARTS[0]
     check_same_shapes({"a": a, "b": None}, {"a": b.new_zeros(4, 3), "b": None}, 5)
     (line,) = list_faults(check_same_shapes, {"a": a[:, :2]}, {"a": a}, 5)
     assert line.startswith(
-        "data: microbatch 5: inputs: a: of shape (4, 2), of the first microbatch (4, 3)"
+        "data: microbatch 5: inputs: a: (4, 2), torch.float32, of the first microbatch (4, 3)"
     )
 
 
@@ -633,6 +618,18 @@ class Noisy(Dataset[Any]):
         y = random.randrange(4)
         noise = np.random.rand(3) if self.own is None else self.own.random(3)
         return torch.tensor(noise + y, dtype=torch.float32), y
+
+
+def test_workers_that_persist_draw_by_the_pass_alone() -> None:
+    """Story: they drew on from the previous pass, so that a resumed run had other samples."""
+    through, resumed = (
+        ipu_pipe.from_loader(DataLoader(Noisy(), 4, num_workers=1, persistent_workers=True))
+        for _ in range(2)
+    )
+    through.train_batch(0, 3, 4)
+    expected = [x for m in range(4) for x in resumed.train_batch(1, m, 4)]
+    actual = [x for m in range(4) for x in through.train_batch(1, m, 4)]
+    assert all(map(torch.equal, actual, expected))
 
 
 RUNS: Dict[str, Callable[[], Dict[str, Any]]] = {

@@ -20,9 +20,10 @@ pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 ROOT = Path(__file__).resolve().parents[1]
 TRIALS = (
     machine_check.PLAIN_TRIAL,
-    machine_check.CUDA_TRIAL,
+    *machine_check.DEVICE_TRIALS,
     *machine_check.PROCESS_TRIALS,
     *machine_check.IPU_TRIALS,
+    *machine_check.XLA_TRIALS,
 )
 # of torch 2.13, where rank 1 killed itself; the indented lines between are left out
 KILLED = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
@@ -76,10 +77,16 @@ def test_a_pod_equals_the_emulator(
 def test_processes_that_need_a_newer_torch_are_not_run(monkeypatch: Any) -> None:
     monkeypatch.setattr(machine_check.torch, "__version__", "2.0.1+cpu")
     monkeypatch.setattr(machine_check, "_attempt", lambda trial, *rest: None)
-    machine = {"cuda_devices": ["a", "b"], "gloo": True, "nccl": True, "ipus": "none"}
+    machine = {
+        "cuda_devices": ["a", "b"],
+        "gloo": True,
+        "nccl": True,
+        "ipus": "none",
+        "accelerators": [],
+    }
     rows = [row for row in machine_check._run_all(machine) if row and row.number < 300]
-    assert [row.where for row in rows] == ["gloo"] * 5 + ["nccl"] * 5
-    details = {(row.verdict, row.detail) for row in rows}
+    assert [row.where for row in rows] == ["accelerator"] * 3 + ["gloo"] * 6 + ["nccl"] * 6
+    details = {(row.verdict, row.detail) for row in rows[3:]}
     assert details == {("not run", "needs torch 2.4 or later, this is 2.0.1+cpu")}
 
 
@@ -120,6 +127,34 @@ def test_a_difference_is_exit_code_1_and_says_how_large(run_check: Any, monkeypa
     assert "different" in result.stdout and "0 equal, 1 different" in result.stdout
 
 
+def test_xlas_rows_have_the_tolerance_of_the_devices_products(monkeypatch: Any) -> None:
+    """TF32's products pass, the weights of another method do not, and bfloat16's are not run."""
+    pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xla]'")
+    trial = machine_check.XLA_TRIALS[1]
+    monkeypatch.setattr(machine_check, "XLA_TRIALS", [trial])
+    (row,) = machine_check.run_xla_trials("cpu")
+    assert row.verdict == "equal" and row.detail.endswith("at most 0.0001"), row
+    (row,) = machine_check.run_xla_trials("tt")
+    assert row.verdict == "not run" and "jax has no such platform" in row.detail
+
+    monkeypatch.setattr(machine_check, "measure_product_error", lambda device: 6e-4)
+    run = machine_check._run
+
+    def run_by_gpipe(trial: Any, config: Any, folder: Path) -> Any:
+        if config.backend.name == "xla":
+            config = machine_check.configure_trial(
+                trial._replace(keys={**trial.keys, "method": "gpipe"}), {"name": "emulator"}
+            )
+        return run(trial, config, folder)
+
+    monkeypatch.setattr(machine_check, "_run", run_by_gpipe)
+    (row,) = machine_check.run_xla_trials("cpu")
+    assert row.verdict == "different" and row.detail.endswith("at most 0.003"), row
+    monkeypatch.setattr(machine_check, "measure_product_error", lambda device: 6e-3)
+    (row,) = machine_check.run_xla_trials("cpu")
+    assert row.verdict == "not run" and "products are 0.006 off" in row.detail
+
+
 def test_a_run_that_fails_is_a_difference_with_its_reason() -> None:
     def fail() -> Any:
         raise RuntimeError("device lost")
@@ -133,7 +168,7 @@ def test_processes_that_fail_show_the_first_error_of_a_rank() -> None:
     first, *rest = machine_check._run_on_processes("gloo", {"deadline": -1})
     why = "BadInput: configure: backend.deadline: -1: must be greater than 0"
     assert (first.verdict, first.detail) == ("different", why)
-    assert {row.verdict for row in rest} == {"not run"} and rest[-1].number == 205
+    assert {row.verdict for row in rest} == {"not run"} and rest[-1].number == 206
 
 
 def test_the_rank_that_failed_first_is_shown(monkeypatch: Any, tmp_path: Path) -> None:
@@ -185,3 +220,26 @@ def test_the_docs_number_every_assumption() -> None:
     text = (ROOT / "docs" / "ipu.md").read_text()
     for trial in machine_check.IPU_TRIALS:
         assert f"| {trial.number} | {trial.what} |" in text
+
+
+@pytest.mark.parametrize("tolerance, verdict", [(1e-4, "different"), (1e-6, "not run")])
+def test_a_difference_that_rounding_alone_may_make_is_not_counted(
+    tolerance: float, verdict: str
+) -> None:
+    """Story: on every pod the row of BatchNorm failed, whose run exploded on the emulator alone."""
+    trial = machine_check.Trial(313, "a run", {"stages": 1, "optimizer": {"lr": 1.0}}, tolerance)
+    wrong = trial._replace(keys={**trial.keys, "seed": 1})
+    row = machine_check._attempt(
+        trial, "ipu", lambda: machine_check._run_alone(wrong, {"device": "cpu"})
+    )
+    assert row.verdict == verdict and ("float64" in row.detail) == (verdict == "not run")
+
+
+def test_weights_that_are_not_a_number_are_different() -> None:
+    """Story: Python's `max` passed over NaN, so a device that trains to NaN was equal."""
+    trial = machine_check.PLAIN_TRIAL
+    expected = {"w": torch.ones(2), "v": torch.ones(2)}
+    for name in expected:
+        actual = {**expected, name: torch.tensor([1.0, float("nan")])}
+        row = machine_check._compare(trial, "cpu", actual, expected)
+        assert row.verdict == "different", row

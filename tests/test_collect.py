@@ -9,8 +9,9 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
-from ipu_pipe.compare import method_comparison
-from ipu_pipe.compare.method_comparison import (
+from ipu_pipe.comparison import method_comparison
+from ipu_pipe.comparison.config_loop import ConfigLoop
+from ipu_pipe.comparison.method_comparison import (
     compare_methods,
     make_comparison_table,
     run_turn,
@@ -18,7 +19,8 @@ from ipu_pipe.compare.method_comparison import (
 )
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
+from ipu_pipe.schedule.methods import METHODS
 from tests import forked
 from tests.support.runs import ROOT, read_json, read_summary
 
@@ -136,6 +138,17 @@ def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:
     )
 
 
+def test_the_traffic_of_every_device_is_shown_where_methods_have_different_numbers(
+    tmp_path: Path,
+) -> None:
+    """Story: beside a method with two stages a device half of GPipe's devices were left out."""
+    config = load_config(str(ROOT / DIGITS), ["backend.threads=1"])
+    comparison = compare_methods(config, ["gpipe", "zbv"], tmp_path, steps=0)
+    lines = [line.split() for line in make_comparison_table(comparison).splitlines()]
+    received = {line[0]: line[2:] for line in lines if line[1:2] == ["received"]}
+    assert len(received["gpipe"]) == 4 and received["zbv"][2:] == ["-", "-"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_processes_are_started_and_measured_beside_what_was_planned(tmp_path: Path) -> None:
@@ -214,7 +227,10 @@ def test_the_order_of_the_methods_does_not_change_their_work(own: str, tmp_path:
         ([], "CONFIG: missing"),
         ([DIGITS], "--out: missing"),
         ([DIGITS, "--out", "x", "--methods", "gpip"], "--methods: gpip: "),
-        ([DIGITS, "--out", "x", "--methods", "gpipe,gpipe"], "a method twice"),
+        (
+            [DIGITS, "--out", "x", "--methods", "gpipe,gpipe"],
+            "--methods: gpipe,gpipe: must be different",
+        ),
         ([DIGITS, "--out", "x", "--steps", "-1"], "--steps: -1"),
         ([DIGITS, "--out", "x", "--rounds", "0"], "--rounds: 0"),
         (
@@ -238,6 +254,20 @@ def test_bad_input_is_one_line(args: Any, message: str) -> None:
     code, _, error = run_collect(*args)
     assert code == 2 and message in error and len(error.splitlines()) == 1
     assert not (ROOT / "x").exists()
+
+
+def test_a_method_gets_no_settings_of_another_ones() -> None:
+    """Story: of a config with two stages on a device every other method was refused, and compare lost the heads' layers."""
+    own = ["method=zbv", "stages_per_device=2"]
+    zbv = load_config(str(ROOT / DIGITS), own)
+    heads = {"depth": 2, "pyramid": 0.0}
+    local = load_config(str(ROOT / DIGITS), ["method=local_greedy", f"method_args.head={heads}"])
+    for name in METHODS.keys() - {"zbv"}:
+        assert not switch_method(zbv, name, 3).method_settings()
+        expected = {"head": heads} if METHODS[name].structure and name != "local_greedy" else None
+        if expected:
+            assert switch_method(local, name, 3).method_settings() == expected
+            assert ConfigLoop(local).describe_methods([name])[name]["method_args"] == expected
 
 
 def test_methods_with_losses_of_their_own_update_after_each_microbatch() -> None:

@@ -4,12 +4,18 @@ is kept. XLA's CPU compiler stands for a TPU's where libtpu is not installed."""
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
 import sys
+import tempfile
+import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, List
+from typing import Any, Iterator, List
 
 import pytest
+import torch
 
 from ipu_pipe.cli import plan as command
 from ipu_pipe.config.load import load_config
@@ -17,7 +23,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.memory import KeptCounts, compute_stage_memory
 from ipu_pipe.hardware.unit_costs import Unit
-from ipu_pipe.run import compiling
+from ipu_pipe.run import blackhole, compilers, compiling
 from tests.support.runs import DIGITS, list_faults
 
 jax = pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xla]'")
@@ -35,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def make_topology(memory: int = 10**9, versions: str = "one", count: int = 2) -> Any:
     """Return a topology whose devices are the CPU's."""
     devices = jax.devices("cpu")[:1] * count
-    return compiling.Topology("v5e:1x2", devices, memory, versions)
+    return compilers.Topology("v5e:1x2", devices, memory, versions)
 
 
 def list_compile_faults(*settings: str) -> List[str]:
@@ -72,7 +78,7 @@ def test_the_compiler_tells_the_bytes_of_each_pass_and_they_are_kept(
     assert compiling.compile_config(config, where)[1] == stages
     with pytest.raises(AssertionError, match="compiled again"):
         compiling.compile_config(config, make_topology(versions="two"))
-    for file in compiling.find_cache().glob("*.json"):
+    for file in compilers.find_cache().glob("*.json"):
         file.write_text("{")
     with pytest.raises(AssertionError, match="compiled again"):
         compiling.compile_config(config, where)
@@ -82,6 +88,12 @@ def test_the_compiler_tells_the_bytes_of_each_pass_and_they_are_kept(
     assert "device 1: fits: " in text
     small = make_topology(memory=stages[1].needed - 1)
     assert "device 1: does not fit: " in compiling.format_stages(job, small, stages)
+    # Story: where the compiler did not tell the memory, the bytes of a pass that does not compile
+    # were left out without a word
+    unknown = replace(small, memory_bytes=None)
+    assert "device 1: needs " in compiling.format_stages(job, unknown, stages)
+    stages[1].passes["forward"] = compilers.CompiledPass(fault="no sine")
+    assert "device 1: does not fit: a pass" in compiling.format_stages(job, unknown, stages)
     record = json.loads(json.dumps(compiling.convert_to_record(job, where, stages)))
     assert record["stages"][1]["needed"] == stages[1].needed
 
@@ -118,13 +130,13 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(monkeypatch: pytest.Monk
     with pytest.raises(BadInput, match="--devices: goes with a plan, not with --compile-for"):
         command.main([str(DIGITS), "--compile-for", "v5e:2x2", "--devices", "2"])
     monkeypatch.setitem(sys.modules, "libtpu", None)
-    assert list_faults(compiling.find_topology, "v5e:2x2") == [
+    assert list_faults(compilers.find_topology, "v5e:2x2") == [
         "--compile-for: v5e:2x2: needs libtpu: pip install 'ipu_pipe[xla-tpu]'"
     ]
     monkeypatch.setattr(jax, "__version__", "0.4.30")
-    assert "jax 0.4.30 is too old" in list_faults(compiling.find_topology, "v5e:2x2")[0]
+    assert "jax 0.4.30 is too old" in list_faults(compilers.find_topology, "v5e:2x2")[0]
     monkeypatch.setitem(sys.modules, "jax", None)
-    assert "needs jax" in list_faults(compiling.find_topology, "v5e:2x2")[0]
+    assert "needs jax" in list_faults(compilers.find_topology, "v5e:2x2")[0]
 
 
 def test_a_topology_tells_its_memory_by_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,29 +146,215 @@ def test_a_topology_tells_its_memory_by_what_it_refuses(monkeypatch: pytest.Monk
         raise RuntimeError("HLO temporaries (2.00T) exceeds available HBM (15.75G).")
 
     def describe(platform: str, topology_name: str) -> Any:
-        if topology_name == "v9:2x2":
-            raise RuntimeError("Invalid TPU external name: TPU v9\nmore")
+        if topology_name == "v5e:9":
+            raise RuntimeError("Invalid TPU topology: 9\nmore")
         return SimpleNamespace(devices=jax.devices("cpu"))
 
     monkeypatch.setitem(sys.modules, "libtpu", SimpleNamespace())
-    monkeypatch.setattr(compiling.importlib.metadata, "version", lambda name: "0.0.1")
+    monkeypatch.setattr(compilers.importlib.metadata, "version", lambda name: "0.0.1")
     monkeypatch.setattr(topologies, "get_topology_desc", describe)
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_too_much)
-    where = compiling.find_topology("v5e:2x2")
+    where = compilers.find_topology("v5e:2x2")
     assert where.memory_bytes == int(15.75 * 2**30) and where.versions.endswith("libtpu 0.0.1")
-    (fault,) = list_faults(compiling.find_topology, "v9:2x2")
-    assert fault.startswith("--compile-for: v9:2x2: libtpu has no such topology") and (
+    (fault,) = list_faults(compilers.find_topology, "v5e:9")
+    assert fault.startswith("--compile-for: v5e:9: libtpu has no such topology") and (
         "\n" not in fault
     )
 
 
-def test_the_compiler_of_tpus_pads_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_typing_error_does_not_ask_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    (fault,) = list_faults(compilers.find_topology, "v5f:2x2")
+    assert fault.startswith("--compile-for: v5f:2x2: must be blackhole, v4, v5e")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", compilers.TPUS)
+def test_the_compiler_of_tpus_pads_a_stage(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("libtpu", reason="needs libtpu: pip install 'ipu_pipe[xla-tpu]'")
-    command.main([str(DIGITS), "--compile-for", "v5e:2x2", "--set", "stages=2", "--json"])
+    command.main([str(DIGITS), "--compile-for", name, "--set", "stages=2", "--json"])
     record = json.loads(capsys.readouterr().out)
-    assert 15e9 < record["memory_bytes"] < 17.2e9
+    assert record["topology"] == compilers.TPUS[name]
+    assert record["memory_bytes"] > 15e9
     for stage in record["stages"]:
         assert stage["saved"] > 2 * stage["saved_by_shape"]
         assert stage["passes"]["backward"]["code"] > 10**5
-    (fault,) = list_faults(compiling.find_topology, "v5e:9")
+    (fault,) = list_faults(compilers.find_topology, f"{name}:9")
     assert "no such topology" in fault
+
+
+# ---- Tenstorrent's Blackhole
+
+# two outputs; the product's is computed from what a constant's function keeps, and a sum lies in L1
+TTNN = """
+#dram = #ttnn.buffer_type<dram>
+#flat = #ttnn.ttnn_layout<(d0) -> (d0), <1x1>, memref<20x64xf32, #dram>, <interleaved>>
+#host = #ttnn.ttnn_layout<(d0) -> (0, d0), <1x1>, memref<1x10xbf16, #system_memory>>
+#tiles = #ttnn.ttnn_layout<(d0) -> (d0), <1x1>, memref<1x2x!ttcore.tile<32x32, f32>, #dram>, <interleaved>>
+#cores = #ttnn.ttnn_layout<(d0) -> (d0), <2x4, (d0) -> (0)>, memref<1x1x!ttcore.tile<32x32, bfp_bf8>, #l1>, <block_sharded>>
+  func.func private @main_const_eval_0() -> tensor<#tiles> {
+    %0 = "ttnn.full"() <{shape = #ttnn.shape<20x64>}> : () -> tensor<#tiles> loc(#loc)
+    return %0 : tensor<#tiles>
+  }
+  func.func public @main(%arg0: tensor<#flat> loc("x"), %arg1: tensor<#host>) -> (tensor<#tiles>, tensor<#cores>) {
+    %0 = ttcore.load_cached(@main_const_eval_0, []) : () -> tensor<#tiles>
+    %1 = "ttnn.to_layout"(%arg0) : (tensor<#flat>) -> tensor<#tiles> loc(#loc)
+    "ttnn.deallocate"(%arg0) : (tensor<#flat>) -> () loc(#loc)
+    %2:2 = "ttnn.sort"(%1) : (tensor<#tiles>) -> (tensor<#tiles>, tensor<#flat>)
+    "ttnn.deallocate"(%1) : (tensor<#tiles>) -> () loc(#loc)
+    "ttnn.deallocate"(%2#1) : (tensor<#flat>) -> () loc(#loc)
+    %3 = "ttnn.multiply"(%2#0, %0) : (tensor<#tiles>, tensor<#tiles>) -> tensor<#tiles>
+    %4 = "ttnn.sum"(%3) : (tensor<#tiles>) -> tensor<#cores> loc(#loc)
+    return %3, %4 : tensor<#tiles>, tensor<#cores> loc(#loc)
+"""
+
+
+def test_bytes_and_operations_are_read_from_the_text_of_a_compiled_program() -> None:
+    flat, tiles, cores = 20 * 64 * 4, 2 * 1024 * 4, 2 * 4 * 1088
+    assert blackhole.read_facts(TTNN) == {
+        "argument": flat + 10 * 2,
+        "output": tiles + cores,
+        # the constant, the tiles of the argument, and both results of the sort
+        "temporary": 3 * tiles + flat,
+        "operations": {"full": 1, "to_layout": 1, "sort": 1, "multiply": 1, "sum": 1},
+        "in_dram": 4,
+    }
+
+
+def make_plugin_environment(script: str) -> Path:
+    """Make an environment of Tenstorrent's compiler whose Python is a shell script."""
+    folder = compilers.find_environment()
+    for name, version in {"jax": "0.10.2", compilers.PLUGIN: "0.1.3"}.items():
+        info = folder / "lib/python3.11/site-packages" / f"{name.replace('-', '_')}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+    (folder / "bin").mkdir()
+    (folder / "bin/python").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "bin/python").chmod(0o755)
+    return folder
+
+
+def compile_for_blackhole(graph: Any) -> compilers.CompiledPass:
+    """Compile a function of eight numbers."""
+    where = compilers.find_topology("blackhole")
+    return compilers.compile_or_read(graph, [torch.zeros(8)], where, None)
+
+
+def test_tenstorrents_compiler_is_asked_in_its_own_environment(home: Path) -> None:
+    facts = json.dumps({"argument": 7, "operations": {"add": 2}, "seconds": 0.5})
+    folder = make_plugin_environment(
+        f"""echo; read file; cp "$file" "$HOME/seen"; echo '{facts}'
+        read file; echo 'loc("jit(run)/net.fc (aten.sin)/sine"(x)): error: no sine' >&2; echo '{{}}'
+        read file; echo 'LLVM ERROR: no cosine' >&2; exit 3"""
+    )
+    where = compilers.find_topology("blackhole")
+    assert where.versions == "jax 0.10.2, jax-tt-plugin 0.1.3"
+
+    def ask(graph: Any) -> compilers.CompiledPass:
+        return compilers.compile_or_read(graph, [torch.zeros(8)], where, None)
+
+    compiled = compilers.CompiledPass(argument=7, operations={"add": 2}, seconds=0.5)
+    assert ask(lambda x: x + 1) == compiled
+    assert "stablehlo.add" in (folder / "seen").read_text()
+    # it is kept, so the next program is the process's second
+    assert ask(lambda x: x + 1) == compiled
+    fault, _, log = ask(lambda x: x + 2).fault.partition(" (/")
+    assert (
+        fault == "net.fc (aten.sin)/sine: no sine" and "no sine" in Path(f"/{log[:-1]}").read_text()
+    )
+    assert ask(lambda x: x + 3).fault.startswith("no cosine (/")
+    # the process has ended: another one begins
+    assert ask(lambda x: x + 4) == compiled
+
+
+def test_a_compiler_that_ends_between_two_programs_is_a_fault_and_begins_again(home: Path) -> None:
+    """Story: the broken pipe was taken for the end of the command's reader, and it ended with 0."""
+    make_plugin_environment("""echo; read file; echo '{"argument": 7}'""")
+    where = compilers.find_topology("blackhole")
+
+    def ask(graph: Any) -> compilers.CompiledPass:
+        return compilers.compile_or_read(graph, [torch.zeros(8)], where, None)
+
+    assert ask(lambda x: x + 1).argument == 7
+    assert ask(lambda x: x + 2).fault.startswith("no reason (/")
+    assert ask(lambda x: x + 2).argument == 7
+
+
+def test_two_commands_do_not_read_each_others_programs(home: Path) -> None:
+    make_plugin_environment(
+        """echo; while read file; do sleep 0.3; wc -c < "$file" | sed 's/.*/{"argument": &}/'; done"""
+    )
+    jnp = pytest.importorskip("jax.numpy")
+    graphs = {"short": lambda x: x + 1, "long": lambda x: jnp.sin(jnp.cos(jnp.sin(x + 1)))}
+    sizes = {}
+
+    def ask(name: str) -> None:
+        where = compilers.find_topology("blackhole")
+        sizes[name] = compilers.compile_or_read(
+            graphs[name], [torch.zeros(8)], where, None
+        ).argument
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in graphs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 0 < sizes["short"] < sizes["long"]
+
+
+def test_a_machine_without_tenstorrents_compiler_is_told_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    (fault,) = list_faults(compilers.find_topology, "blackhole")
+    assert fault.startswith("--compile-for: blackhole: needs jax-tt-plugin")
+    assert all(" ".join(one) in fault for one in compilers.list_commands())
+    make_plugin_environment("echo 'TT_FATAL: no chip' >&2; exit 1")
+    (fault,) = list_faults(compile_for_blackhole, lambda x: x)
+    assert "does not start: no chip" in fault
+    for name, value in {"libc_ver": ("glibc", "2.31"), "machine": "aarch64"}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(platform, name, lambda value=value: value)
+            (fault,) = list_faults(compilers.find_topology, "blackhole")
+            assert "needs Linux on x86_64 with glibc 2.34" in fault
+
+
+@pytest.fixture(scope="module")
+def tenstorrent_home() -> Iterator[str]:
+    """Make Tenstorrent's environment by the commands that a user is told, in a home of its own."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("HOME", folder)
+        for one in compilers.list_commands():
+            made = subprocess.run(one, capture_output=True, text=True)
+            if made.returncode:
+                last = (made.stderr or made.stdout).strip().splitlines()[-1]
+                pytest.skip(f"no environment of Tenstorrent's compiler: {last}")
+        yield folder
+
+
+@pytest.mark.slow
+def test_tenstorrents_compiler_compiles_stages(
+    tenstorrent_home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import jax.numpy as jnp
+
+    monkeypatch.setenv("HOME", tenstorrent_home)
+    records = []
+    for name in ("mlp_digits", "resnet20_cifar10"):
+        command.main([name, "--compile-for", "blackhole", "--set", "stages=2", "--json"])
+        records.append(json.loads(capsys.readouterr().out))
+    assert (compilers.find_environment() / "tmp").is_dir()
+    for record in records:
+        for stage in record["stages"]:
+            assert not any(one["fault"] for one in stage["passes"].values())
+            assert all(one["operations"] for one in stage["passes"].values())
+    digits, resnet = ([stage["version"] for stage in record["stages"]] for record in records)
+    # in tiles of 4096 bytes: matrices of 64 x 64 with biases of 64, and the last one of 64 x 10
+    layer = (4 + 2) * 4096
+    assert digits == [2 * layer, 2 * layer + (2 + 1) * 4096]
+    # a kernel of 3 x 3 takes a tile
+    by_shape = [stage["version_by_shape"] for stage in records[1]["stages"]]
+    assert all(100 * shape < version for version, shape in zip(resnet, by_shape))
+    fault = compile_for_blackhole(lambda x: jnp.fft.rfft(x).real).fault
+    assert "real: failed to legalize" in fault

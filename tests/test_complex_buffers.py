@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ipu_pipe
-from ipu_pipe.backends.ipu.backend import list_faults as list_ipu_faults
 from ipu_pipe.config.load import configure
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests.support.models import Composed
 from tests.support.runs import assert_same, list_faults, read_weights
@@ -149,8 +148,3 @@ def test_a_complex_buffer_that_training_changes_is_refused() -> None:
     arguments["config"] = arguments["config"].model_copy(update={"stages": 1})
     (fault,) = list_faults(build, **arguments)
     assert fault.startswith("model: z: complex, and training changes it")
-
-
-def test_ipus_refuse_complex_buffers() -> None:
-    (fault,) = list_ipu_faults(build(**make_rotation_arguments()))
-    assert fault.startswith("model: 0.rotations: complex: IPUs have no complex numbers")

@@ -24,7 +24,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.job.factories import call_entry, check_arguments, resolve_entry
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from tests.support.runs import ROOT, list_faults
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
@@ -203,6 +203,11 @@ def test_a_config_without_a_required_key_is_refused(
 ) -> None:
     Path("x.yaml").write_text(text)
     assert list_faults(load_config, "x.yaml") == [message]
+
+
+def test_python_loads_an_example_by_its_name_as_the_commands_do(empty_folder: Path) -> None:
+    # story: "mlp_digits: no such config file; did you mean mlp_digits?"
+    assert load_config("mlp_digits") == load_config(ROOT / "configs" / "mlp_digits.yaml")
 
 
 def test_all_faults_are_reported_at_once_each_with_the_place_of_its_value(

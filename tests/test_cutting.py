@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
@@ -301,9 +302,64 @@ def overwrite_view(self: Any, x: torch.Tensor) -> torch.Tensor:
     return b + rows.sum() + h  # type: ignore[no-any-return]
 
 
+def penalize_gradient(self: Any, x: torch.Tensor) -> Any:
+    x = x.detach().requires_grad_()
+    y = self.inner.b(self.inner.a(x))
+    return y, torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+def drop_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = self.inner.a(x)
+    return self.inner.b(h) if torch.rand([]) < 2 else h  # type: ignore[no-any-return]
+
+
+@dataclass
+class Activations:
+    hidden: torch.Tensor
+
+
+def wrap_in_dataclass(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.inner.b.forward = lambda wrapped: wrapped.hidden + 1
+    try:
+        return self.inner.b(Activations(self.inner.a(x)))  # type: ignore[no-any-return]
+    finally:
+        del self.inner.b.forward
+
+
+def pack_sequence(self: Any, x: torch.Tensor) -> torch.Tensor:
+    packed = nn.utils.rnn.pack_padded_sequence(
+        self.inner.a(x)[..., None], torch.tensor([4, 3]), True
+    )
+    self.inner.b.forward = lambda packed: packed.data + 1
+    try:
+        return self.inner.b(packed)  # type: ignore[no-any-return]
+    finally:
+        del self.inner.b.forward
+
+
 @pytest.mark.parametrize(
     "act, message",
     [
+        (
+            penalize_gradient,
+            r"stage 1: torch.autograd.grad in the model's own forward: it differentiates with "
+            r"respect to a tensor of an earlier stage.*emulator",
+        ),
+        (
+            drop_layer,
+            r"stage 0: a random number read from a tensor \(LayerDrop\?\) in the model's own "
+            r"forward: .*draw in a module that no stage begins inside",
+        ),
+        (
+            wrap_in_dataclass,
+            r"stage 1: inner.b in the model's own forward: it gets tensors in a Activations, .*: "
+            r"return the tensors in a tuple",
+        ),
+        (
+            pack_sequence,
+            r"stage 1: inner.b in the model's own forward: it gets tensors in a PackedSequence, .*: "
+            r"pass the padded tensor and the lengths",
+        ),
         (
             branch_on_value,
             r"stage 0: a number read from a tensor \(if, item, int\) in the model's own forward: "
@@ -420,10 +476,9 @@ def test_inputs_of_another_kind_are_recorded_separately() -> None:
         assert torch.equal(value, model(**inputs)), list(inputs)
     check_same_shapes({"z": z, "x": x}, {"x": x, "z": z}, 3)
     with pytest.raises(
-        BadInput, match="microbatch 3: inputs: mask: of dtype torch.int64, of the first microbatch"
+        BadInput,
+        match=r"microbatch 3: inputs: mask: \(3, 4\), torch.int64, of the first microbatch",
     ):
         check_same_shapes({"x": x, "mask": mask.long()}, {"x": x, "mask": mask}, 3)
-    with pytest.raises(
-        BadInput, match=r"inputs: of shape \(2, 4\), of the first microbatch \(3, 4\)"
-    ):
+    with pytest.raises(BadInput, match=r"inputs: \(2, 4\), .*of the first microbatch \(3, 4\)"):
         check_same_shapes(x[:2], x, 3)

@@ -609,6 +609,20 @@ def test_loader_of_a_stream_counts_full_batches() -> None:
     )
 
 
+class UncountedStream(IterableDataset):  # type: ignore[type-arg]
+    """The same stream without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(CountedStream())
+
+
+def test_the_incomplete_batch_of_a_stream_is_dropped_where_its_size_was_read_first() -> None:
+    data = from_loader(DataLoader(UncountedStream(), batch_size=4))
+    assert data.train_batches_per_epoch(4) is None and data.read_batch_size() == 4
+    numbers = [data.train_batch(0, index, 4)[1].tolist() for index in range(5)]
+    assert numbers == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2 + [[0, 1, 2, 3]]
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_generators_of_samplers_are_seeded_by_epoch(batched: bool) -> None:
     """Story: a sampler's own generator was not reset, so that a resumed run saw another order."""

@@ -1,4 +1,4 @@
-"""Test what a kind of device offers, and the check of a device on which this library was never run.
+"""Test what a kind of device offers, and which devices `ipu-pipe check` finds to be wrong.
 
 No accelerator is here. A namespace with some of the functions of torch.cuda stands for a device's
 module, and operations that save or read the wrong weights stand for a device's kernels.
@@ -6,9 +6,6 @@ module, and operations that save or read the wrong weights stand for a device's 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, List
@@ -32,9 +29,12 @@ from ipu_pipe.model.devices import (
     list_generators,
     read_autocast,
 )
-from ipu_pipe.pipeline import device_check
-from ipu_pipe.pipeline.device_check import require_device, try_device, try_new_device
+from ipu_pipe.pipeline.checks import require_device
+from ipu_pipe.run import machine_check
+from ipu_pipe.run.machine_check import run_device_trials
 from ipu_pipe.run.train import train
+from ipu_pipe.store.checkpoint import find_newest, read_weights
+from tests.support.processes import run_in_group
 from tests.support.runs import DIGITS, list_faults, needs_processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -263,23 +263,7 @@ def test_a_kind_that_is_here_is_taken(xyz: Module) -> None:
     assert require_device("cpu") == DeviceKind("cpu")
 
 
-# ---- the check of a new device
-
-
-def test_the_cpu_keeps_the_rule_and_its_random_numbers() -> None:
-    before = torch.get_rng_state()
-    try_device(CPU)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_cpu_and_cuda_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: List[str] = []
-    monkeypatch.setattr(device_check, "try_device", lambda device: checked.append(str(device)))
-    try_new_device.cache_clear()
-    for name in ("cpu", "cuda", "xpu", "xpu"):
-        try_new_device(name)
-    assert checked == ["xpu"]
-    try_new_device.cache_clear()
+# ---- the rule of a device: which weights passes read
 
 
 class Linear(torch.autograd.Function):
@@ -372,47 +356,53 @@ class ReadsNewest(Device):
         return self.newest[id(saved)]
 
 
-class ForgetsSwaps(ReadsFirst):
-    """Stand for a device that reads a stale weight of large matrices alone, so that the check of
-    single operations does not find it."""
-
-    def read(self, w: Any) -> Any:
-        return super().read(w) if w.shape == (8, 8) else w.data
-
-
-SWAPPING = "linear, after swapping weights (p.data = other): "
-OVERWRITING = "linear, after overwriting weights (p.data.copy_(other)): "
-# device -> what its fault says
-BROKEN = {
-    SavesCopy: (OVERWRITING + "the gradient of the input differs", "a backward must read"),
-    ReadsFirst: (SWAPPING + "the forward differs", "a forward must read"),
-    ReadsFirstCopy: (SWAPPING + "the forward differs", "a forward must read"),
-    ReadsNewest: (SWAPPING + "the gradient of the input differs", "a backward must read"),
-    ForgetsSwaps: ("method pipedream: 6 updates", "each pass must read the version"),
-}
+# device -> the trials of `ipu-pipe check` that it passes
+DEVICES = {
+    Device: [102, 103, 104], SavesView: [102, 103, 104],
+    SavesCopy: [102, 103], ReadsFirst: [102, 104], ReadsFirstCopy: [],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("device", list(BROKEN))
-def test_a_device_that_reads_other_weights_is_refused(
+def make_linear_with_bias(device: Device) -> Callable[..., Any]:
+    return lambda x, w, b=None: device.linear(x, w) + b
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", list(DEVICES))
+def test_the_check_finds_a_device_that_reads_other_weights(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functional, "linear", device().linear)
-    (fault,) = list_faults(lambda: try_device(CPU))
-    assert fault.startswith("backend.device: cpu: " + BROKEN[device][0])
-    assert BROKEN[device][1] in fault and "at most" in fault and "\n" not in fault
+    """The emulator on a device whose kernels read the weights as they should equals the CPU's."""
+    run_alone = machine_check._run_alone
+
+    def run_on_device(trial: Any, backend: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(functional, "linear", make_linear_with_bias(device()))
+            return run_alone(trial, backend)
+
+    monkeypatch.setattr(machine_check, "_run_alone", run_on_device)
+    rows = list(run_device_trials("cpu"))
+    assert [row.number for row in rows if row.verdict == "equal"] == DEVICES[device], rows
 
 
-def test_a_device_that_fails_or_gives_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "linear", lambda x, w, b=None: x @ w.t() * float("nan"))
-    assert "differs from that of the CPU by nan" in list_faults(lambda: try_device(CPU))[0]
+STASHING = machine_check.PROCESS_TRIALS[1]
 
-    def fail(*args: Any) -> None:
-        raise NotImplementedError("no kernel")
 
-    monkeypatch.setattr(functional, "conv2d", fail)
-    monkeypatch.setattr(device_check, "OPERATIONS", device_check.OPERATIONS[1:])
-    (fault,) = list_faults(lambda: try_device(CPU))
-    assert "a tiny pipeline does not train on it: NotImplementedError: no kernel" in fault
+def train_on_device(rank: int, folder: Path, device: Any) -> None:
+    functional.linear = make_linear_with_bias(device())
+    config = machine_check.configure_trial(STASHING, {"name": "distributed"})
+    machine_check._run(STASHING, config, folder / "run")
+
+
+@needs_processes
+@pytest.mark.parametrize("device, verdict", [(Device, "equal"), (ReadsNewest, "different")])
+def test_the_checks_processes_find_a_backward_that_reads_the_newest_forward(
+    device: Any, verdict: str, tmp_path: Path
+) -> None:
+    """On the emulator a backward follows its own forward at once."""
+    run_in_group(2, train_on_device, tmp_path, device)
+    weights = read_weights(find_newest(tmp_path / "run"))
+    assert machine_check._attempt(STASHING, "cpu", lambda: weights).verdict == verdict
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipedream_2bw", "pipemare"])
@@ -429,71 +419,10 @@ def test_training_does_not_depend_on_what_a_kernel_saves(
             monkeypatch.setattr(
                 functional, "linear", lambda x, w, b=None: linear(x, w) + b if b is not None else real(x, w)
             )  # fmt: skip
-            try_device(CPU)
         sets = [f"method={method}", "steps=6", "precision=float64", "log.tensorboard=false"]
         report = train(load_config(DIGITS, sets), tmp_path / name, quiet=True)
         results.append(report["final"]["train_loss"])
     assert results[0] == pytest.approx(results[1], rel=1e-13)
-
-
-# a device that torch has here, but that computes nothing
-XYZ_PROGRAM = """
-import runpy, sys, types, torch
-torch.utils.rename_privateuse1_backend("xyz")
-answers = {"is_available": True, "device_count": 2, "current_device": 0, "set_device": None, "synchronize": None}
-functions = {name: (lambda *args, answer=answer: answer) for name, answer in answers.items()}
-torch._register_device_module("xyz", types.SimpleNamespace(**functions))
-if hasattr(torch, "accelerator"):  # which drives devices of an extension in C++
-    torch.accelerator.current_accelerator = lambda *args, **keys: None
-"""
-TRAIN_PROGRAM = """
-sys.argv = ["tools/train.py", "configs/mlp_digits.yaml", "--out", sys.argv[1], "--set", "backend.device=xyz", *sys.argv[2:]]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-PIPELINE_PROGRAM = """
-from ipu_pipe import Pipeline, begin_stage
-model = torch.nn.Sequential(torch.nn.Linear(3, 3), begin_stage(torch.nn.Linear(3, 2)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-pipe = Pipeline(model, torch.nn.functional.cross_entropy, optimizer, "pipedream", microbatches=1, device="xyz")
-try:
-    pipe.step(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
-except Exception as error:
-    sys.exit(f"{type(error).__name__}: {error}")
-"""
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-
-
-def run_on_xyz(launcher: List[str], program: str, folder: Path, *options: str) -> Any:
-    """Run a program where torch has the device xyz; return the finished process."""
-    script = folder / "program.py"
-    script.write_text(XYZ_PROGRAM + program)
-    words = [sys.executable, *launcher, str(script), str(folder / "run"), *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
-REFUSAL = "device: xyz: a tiny pipeline does not train on it: "
-
-
-def test_a_run_on_the_emulator_checks_its_device_first(tmp_path: Path) -> None:
-    done = run_on_xyz([], TRAIN_PROGRAM, tmp_path)
-    assert done.returncode == 2 and not (tmp_path / "run").exists()
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: backend." + REFUSAL)
-
-
-def test_a_pipeline_checks_its_device_first(tmp_path: Path) -> None:
-    done = run_on_xyz([], PIPELINE_PROGRAM, tmp_path)
-    assert done.returncode == 1 and f"BadInput: {REFUSAL}" in done.stderr
-
-
-@needs_processes
-def test_a_run_on_processes_checks_its_device_first(tmp_path: Path) -> None:
-    done = run_on_xyz(TORCHRUN, TRAIN_PROGRAM, tmp_path, "backend.name=distributed", "stages=2")
-    assert done.returncode != 0 and "error: backend." + REFUSAL in done.stderr
-    assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
 @pytest.mark.skipif(flops.FlopCounterMode is None, reason="torch 2.0 counts no FLOPs")

@@ -237,6 +237,7 @@ LINES = {
     "`train CONFIG`": "train c.yaml --out again --overwrite --quiet",
     "`train CONFIG --dry-run`": "train c.yaml --dry-run",
     "`collect CONFIG`": "collect c.yaml --methods METHOD --steps 0 --out compared --overwrite",
+    "`compare CONFIG`": "compare c.yaml --methods METHOD --seeds 1 --rates 1 --set callbacks=[]",
     "`train CONFIG --evaluate PATH`": "train c.yaml --evaluate run",
     "`stability CONFIG`": "stability c.yaml --curvature 1",
     "`plan CONFIG`": "plan c.yaml --hardware v100x8",
@@ -252,7 +253,11 @@ def read_documented_imports() -> Dict[str, Set[str]]:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     section = text.partition("## A config is code\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
-    return {command.strip(): set(re.findall(r"`([a-z_.]+)`", keys)) for command, keys in rows}
+    return {
+        command: set(re.findall(r"`([a-z_.]+)`", keys))
+        for commands, keys in rows
+        for command in re.findall("`[^`]+`", commands)
+    }
 
 
 # no config has all keys, since a method with heads refuses a function for the output

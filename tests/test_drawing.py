@@ -32,7 +32,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: Any) -> None:
         self.tags.add(tag)
-        self._open.append((tag, dict(attributes)))
+        # an element without an end
+        if tag != "input":
+            self._open.append((tag, dict(attributes)))
         if tag == "tr":
             self.rows.append([])
         elif tag in ("td", "th"):
@@ -76,7 +78,8 @@ def test_every_pass_and_update_is_drawn(method: str, accumulate: int, args: Dict
     table = make_version_table(method, 4, 8, accumulate, **args)
     schedule = table.schedule
     page = Page(table._repr_html_())
-    assert page.tags <= {"div", "table", "tr", "th", "td", "span"}, "no scripts, styles or links"
+    # no scripts, styles or links
+    assert page.tags <= {"div", "table", "tr", "th", "td", "span", "button", "input"}
     devices = sorted(set(schedule.device_of_stage))
     assert len(page.rows) == 1 + len(devices)
     assert [cell[0][0] for cell in page.rows[0]] == ["slot", *map(str, range(schedule.slot_count))]

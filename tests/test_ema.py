@@ -133,6 +133,10 @@ def test_a_loop_has_the_average_of_each_stages_own_updates(method: str) -> None:
     for each in (pipe, other):
         each.step(*batches[5])
     assert_same(pipe.averages(), other.averages())
+    # nobody moves the average of a frozen weight: its average is the weight
+    pipe.model[0].weight.requires_grad_(False)
+    pipe.step(*batches[5])
+    assert names.keys() - pipe.averages().keys() == {"0.weight"}
 
 
 def test_a_loop_without_an_average_is_told_how_to_keep_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
@@ -23,8 +24,8 @@ from ipu_pipe.update.optimizer import make_groups
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.slot_simulation import PLAYED
 from tests.staged_models import MODELS, draw_microbatches, join_stages
+from tests.support.pairs import cover_pairs
 from tests.support.runs import assert_same
-from tests.support.slow import mark_slow
 
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=1e-3),
@@ -155,17 +156,19 @@ VARIANTS = [(name, {}) for name in WHOLE] + [
 ]
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize(
-    "method, args",
-    VARIANTS,
-    ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())),
-)
-@pytest.mark.parametrize("accumulate", mark_slow([1, 3, 5], lambda accumulate: accumulate == 3))
-def test_weights_equal_those_of_the_literal_replay(
-    method: str, args: Any, model: str, optimizer: str, accumulate: int
-) -> None:
+ATTRIBUTES = {
+    "-".join(map(str, [name, *args.values(), model, optimizer, accumulate])): (
+        (name, args), model, optimizer, accumulate
+    )
+    for (name, args), model, optimizer, accumulate in itertools.product(
+        VARIANTS, MODELS, OPTIMIZERS, (1, 3, 5)
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cover_pairs(ATTRIBUTES))
+def test_weights_equal_those_of_the_literal_replay(name: str) -> None:
+    (method, args), model, optimizer, accumulate = ATTRIBUTES[name]
     stages = make_seeded_stages(model)
     if len(stages) % args.get("stages_per_device", 1):
         args = {**args, "stages_per_device": len(stages)}  # all on one device

@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -17,6 +18,7 @@ import ipu_pipe
 from tests.support.runs import assert_same
 from tests.support.slow import mark_slow
 from tests.test_examples import EXAMPLES, LOOPS, run_script
+from tests.test_faults import find_free_port
 from tests.test_tutorials import split_commands
 from tools.documented import list_blocks
 
@@ -115,7 +117,7 @@ def test_loops_are_short_and_three_lines_make_a_pipeline() -> None:
     ]
     # one has all that a longer loop has
     short = [script for script in LOOPS if script.stem != "vit_loop"]
-    assert len(short) == 4
+    assert len(short) == 5
     assert [
         script.name for script in short if len(script.read_text(encoding="utf-8").splitlines()) > 60
     ] == []
@@ -159,6 +161,23 @@ def test_with_gpipe_the_weights_equal_the_plain_loops(
 PAGE = EXAMPLES.parent / "docs" / "own_loop.md"
 
 
+def _run_nodes(options: List[str], folder: Path) -> List[str]:
+    """Run a line of torchrun, with as many nodes as it says, all on this machine; return what each
+    printed."""
+    launch = ["-m", "torch.distributed.run"]
+    if "--nnodes" not in options:
+        return [run_script([*launch, "--standalone", *options], folder)]
+    nodes = int(options[options.index("--nnodes") + 1])
+    place = options.index("--rdzv_endpoint") + 1
+    here = [*options[:place], f"localhost:{find_free_port()}", *options[place + 1 :]]
+    with ThreadPoolExecutor(nodes) as pool:
+        running = [
+            pool.submit(run_script, [*launch, "--local_addr", "localhost", *here], folder)
+            for _ in range(nodes)
+        ]
+    return [node.result() for node in running]
+
+
 @pytest.mark.slow
 def test_the_blocks_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -175,14 +194,15 @@ def test_the_blocks_of_the_page_run(
             exec(compile(block.text, str(PAGE), "exec"), names)
         else:
             (words,) = split_commands(block.text)
-            assert words[:3] == ["torchrun", "--nproc_per_node", "2"]
-            assert run_script([*TWO_RANKS, *words[3:]], tmp_path).startswith("loss ")
-    assert languages == ["python", "python", "python", "bash", "python"]
+            assert words[0] == "torchrun"
+            printed = _run_nodes(words[1:], tmp_path)
+            assert all(part.startswith("loss ") or not part for part in printed) and any(printed)
+    assert languages.count("bash") == 2
     assert names["outputs"].shape == (10, 10)
     # two epochs, with a rate that falls after 40 updates
     assert names["pipe"].finished == 92 and names["optimizer"].param_groups[0][
         "lr"
-    ] == pytest.approx(0.0002)
+    ] == pytest.approx(0.0005)
     assert "45 " not in capsys.readouterr().out.splitlines()[-1]
 
 

@@ -69,22 +69,34 @@ def read_output(cell: Any, stream: str) -> str:
 def run_notebook(
     file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, first: str = ""
 ) -> List[Any]:
-    """Run a notebook in a folder, after the code `first`; return its cells."""
+    """Run a notebook in a folder, after the code `first`; return its cells, whose outputs must be of
+    the kinds that are stored: who reads a notebook without running it sees what it does.
+    """
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # as a newcomer's, who has no data, and no network
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     book = nbformat.read(file, as_version=4)
-    assert all(cell.get("outputs", []) == [] for cell in book.cells), (
-        "a notebook is stored without outputs"
-    )
+    stored = [list_kinds(cell) for cell in book.cells]
     book.cells.insert(0, nbformat.v4.new_code_cell(first))
     nbclient.NotebookClient(
         book, timeout=300, resources={"metadata": {"path": str(folder)}}
     ).execute()
     assert [read_output(cell, "stderr") for cell in book.cells] == [""] * len(book.cells)
+    assert [list_kinds(cell) for cell in book.cells[1:]] == stored
     return list(book.cells)
+
+
+def list_kinds(cell: Any) -> List[str]:
+    """List what a cell shows: streams and MIME types, each once."""
+    outputs = cell.get("outputs", [])
+    shown = {kind for output in outputs for kind in output.get("data", [output.get("name")])}
+    return sorted(shown)
 
 
 def list_shown(cells: List[Any], kind: str) -> List[str]:
@@ -122,8 +134,9 @@ def test_the_notebook_of_a_loop_of_ones_own_runs(
 ) -> None:
     cells = run_notebook(EXAMPLES / "own_loop.ipynb", tmp_path, monkeypatch)
     assert len(list_shown(cells, "image/png")) == 2
-    schedule, trace = list_shown(cells, "text/html")
+    schedule, trace, comparison = list_shown(cells, "text/html")
     assert "reads weight version" in schedule and trace.startswith("<iframe")
+    assert "Loss against predicted seconds" in comparison
     printed = "".join(read_output(cell, "stdout") for cell in cells)
     assert "pipemare: staleness by stage [8, 7, 6, 5, 4, 3, 2, 1]" in printed
     assert printed.count("largest stable") >= 2

@@ -198,6 +198,36 @@ def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
     load_experiment(grid_file).run(Request(tmp_path))
 
 
+def test_epochs_replace_the_length_of_all_rows_in_a_folder_of_their_own(
+    grid_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    by_steps = load_experiment(grid_file)
+    assert list_faults(by_steps.check, Request(tmp_path, epochs=2))
+    text = TEXT.replace("steps: 20", "epochs: 5").replace("{steps: 30}", "{epochs: 7}")
+    grid_file.write_text(text.replace("sync: {", "sync: {epochs: 6, "))
+    requests: List[Any] = []
+
+    def stop_before_runs(work: Any, arguments: Any, request: Any, describe: Any) -> Any:
+        requests.extend(arguments.values())
+        raise BadInput("no runs")
+
+    monkeypatch.setattr("tools.experiments.training_grids.run_all", stop_before_runs)
+    experiment = load_experiment(grid_file)
+    for full, epochs, folder in (
+        (False, None, "digits"), (True, None, "digits-full"), (False, 2, "digits-epochs-2"),
+        (True, 2, "digits-full-epochs-2"),
+    ):  # fmt: skip
+        request = Request(tmp_path, seeds=[0], full=full, epochs=epochs)
+        experiment.check(request)
+        with pytest.raises(BadInput):
+            experiment.run(request)
+        lengths = [config["epochs"] for config, *_ in requests]
+        assert lengths == [epochs] * 3 if epochs else lengths == [6] + [7 if full else 5] * 2
+        assert all(Path(path).parts[-3] == folder for _, path, _ in requests)
+        requests.clear()
+
+
 def test_time_is_counted_by_phase() -> None:
     phases = [
         {"updates": 10, "planned_utilization": 0.5},

@@ -28,7 +28,7 @@ from ipu_pipe.backends.processes.launch import compare_requests, make_request
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.cli import train as tool
-from ipu_pipe.compare.method_comparison import write_comparison
+from ipu_pipe.comparison.method_comparison import write_comparison
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault
@@ -514,8 +514,8 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_progresses(
 ) -> None:
     store = torch.distributed.HashStore()
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     mail: Any = SimpleNamespace(limit=timedelta(seconds=60))
     now = 0.0
     evaluated: List[int] = []
@@ -647,7 +647,13 @@ def test_closed_and_full_outputs_are_reported_in_a_line() -> None:
         ("2>&- </dev/null >/dev/null", 0, ""),
         ("<&- >/dev/null", 0, ""),
         *(
-            [(">/dev/full", 1, "error: standard output: No space left on device")]
+            [
+                (
+                    ">/dev/full",
+                    1,
+                    "error: standard output: cannot be written: No space left on device",
+                )
+            ]
             if Path("/dev/full").exists()
             else []
         ),

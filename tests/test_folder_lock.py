@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, List
 import pytest
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.compare.method_comparison import compare_methods
+from ipu_pipe.comparison.method_comparison import compare_methods
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run import loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -17,9 +18,11 @@ from ipu_pipe.model.modes import enter_training
 from tests import forked
 from tests.support.runs import assert_same, read_json, read_summary
 
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
-pytest.importorskip("accelerate")
+# imported by the tests themselves: both take seconds
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("transformers", "peft", "accelerate"))),
+    reason="needs transformers, peft and accelerate",
+)
 
 BOTH, LAST = (
     r".*c_attn",
@@ -31,6 +34,9 @@ STAGE = "base_model.model.transformer.h.1"
 
 def make_adapted_gpt2(where: str, dropout: float = 0.1) -> Any:
     """Return GPT-2 with adapters; the first stage's frozen embedding is also the output layer."""
+    import peft
+    import transformers
+
     config = transformers.GPT2Config(
         vocab_size=31, n_embd=8, n_layer=2, n_head=2, n_positions=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         use_cache=False, bos_token_id=0, eos_token_id=0,
@@ -191,6 +197,8 @@ def test_saved_adapters_are_those_of_a_plain_loop(tmp_path: Path) -> None:
 
 
 def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
+    import transformers
+
     from ipu_pipe.integrations.transformers import PipelineTrainer
 
     saved_adapters = []
@@ -220,6 +228,8 @@ def test_the_trainer_saves_adapters_as_transformers_own(tmp_path: Path) -> None:
 
 
 def test_a_run_is_exported_as_adapters(runs_on_processes: Path, tmp_path: Path) -> None:
+    import peft
+
     ipu_pipe.export(runs_on_processes / "0", tmp_path / "adapters", into=make_adapted_gpt2(BOTH))
     assert {path.name for path in (tmp_path / "adapters").iterdir()} >= {
         "adapter_config.json",

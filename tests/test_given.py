@@ -14,8 +14,8 @@ from torch import nn
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.errors import BadInput
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.run_text import format_opening
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests.support.runs import DIGITS, list_faults, read_summary
 

@@ -93,6 +93,12 @@ CASES: Dict[str, Case] = {
         lambda: draw_tokens(8),
         3,
     ),
+    "attention_residual_lm": (
+        lambda: transformer.attention_residual_lm(20, 16, 2, 3, 2, 8, dropout=0.2),
+        lambda: draw_tokens(8),
+        lambda: draw_tokens(8),
+        3,
+    ),
     "fused_attention": (make_fused_attention, lambda: draw_tokens(8), draw_classes, 3),
     "transformer_translation": (
         lambda: transformer.transformer_translation(20, 20, 16, 2, 2, 32, 0.1),

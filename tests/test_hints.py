@@ -13,9 +13,9 @@ from torch import nn
 from ipu_pipe.config.faults import KEYS_ALSO_CALLED
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.pipeline.checks import check_modules
 from ipu_pipe.report.run_text import format_opening
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests.support.runs import list_faults
 from tests.test_train import DIGITS, make_set_options, make_short_config, run_train_tool  # noqa: F401

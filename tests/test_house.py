@@ -36,7 +36,7 @@ BASE = ("refusals", "errors", "files", "interrupts", "launcher", "shipped", "tex
 # A folder imports only from those before it.
 FOLDERS = (
     "schedule", "stability", "trace", "model", "cut", "local", "update", "config", "hardware", "data", "job", "plan", "replay",
-    "backends", "report", "store", "pipeline", "run", "integrations", "compare", "cli",
+    "backends", "report", "store", "pipeline", "run", "integrations", "comparison", "cli",
 )  # fmt: skip
 MOST_LINES_OF_MAP = 15  # of a folder: related files share a line
 FRONT = ("__init__", "__main__")  # what users import and start: above all

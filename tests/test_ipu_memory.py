@@ -7,8 +7,8 @@ from typing import Any, List, Tuple
 import pytest
 
 from ipu_pipe.config.load import load_config
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.run.build import build
 
 KEYS = ["method=pipedream_flush", "gradient_accumulation=16", "evaluate.every=0", "steps=2"]
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import build_for_planning
 from tests.support.runs import list_faults
 from tests.test_train import make_short_config

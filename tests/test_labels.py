@@ -12,7 +12,8 @@ from ipu_pipe.config.load import configure
 from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.loss import LabelRange, find_label_range
-from ipu_pipe.pipeline.build import build, set_up
+from ipu_pipe.pipeline.build import set_up
+from ipu_pipe.run.build import build
 
 OUTPUT, LABELS = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
 

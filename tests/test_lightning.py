@@ -4,6 +4,7 @@ of an own loop."""
 from __future__ import annotations
 
 import copy
+import importlib.util
 import runpy
 import sys
 import warnings
@@ -19,8 +20,10 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput
 from tests.support.runs import assert_same
 
-lightning = pytest.importorskip("lightning")
-ModelCheckpoint = pytest.importorskip("lightning.pytorch.callbacks").ModelCheckpoint
+# imported by the tests themselves, since it takes a second
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="needs lightning"
+)
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "lightning_loop.py"
 EPOCH = 5  # batches
@@ -62,6 +65,8 @@ def fit_module(
     **keys: Any,
 ) -> Any:
     """Train for a number of steps without shuffling. Return the trainer."""
+    import lightning
+
     lightning_trainer = lightning.Trainer(
         default_root_dir=folder,
         max_steps=steps,
@@ -105,6 +110,8 @@ def run_own_loop(module: Any, steps: int, drains: int, **keys: Any) -> Any:
 
 
 def make_checkpoint_callback(folder: Path, **keys: Any) -> Any:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     return ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **keys)
 
 

@@ -14,12 +14,17 @@ import torch
 from torch import nn
 
 import ipu_pipe
+from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.update.apply import UpdateRules, choose_rules
+from ipu_pipe.update.optimizer import OptimizersByGroup, make_factory_of
+from models.optimizers import BasisRotation
 from tests import literal_papers
 from tests.literal_papers import Matrix, Microbatch, Net
 from tests.test_asynchrony import make_randomized_replays
+from tests.test_emulator_exact import train_on_emulator
 
 LR = 0.3
 SIZES = (5, 6, 4, 7, 3)
@@ -100,10 +105,10 @@ def train_on_pipeline(
     return (start, *run_pipeline(data, method, args, each, make_optimizer))
 
 
-def assert_agree(ours: Net, theirs: Net, start: Net) -> None:
-    """Assert that two networks agree to 1e-12 and that every layer has moved."""
+def assert_agree(ours: Net, theirs: Net, start: Net, tolerance: float = 1e-12) -> None:
+    """Assert that two networks agree and that every layer has moved."""
     for a, b, before in zip(ours, theirs, start):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
         assert abs(a - before).max() > 1e-3
 
 
@@ -164,6 +169,109 @@ def test_hogwilds_delays_are_truncated_exponentials_and_its_weights_are_equation
     start, end, _ = train_on_pipeline(data, "pipemare", args)
     net = split_heads(start)[0]
     expected = literal_papers.train_hogwild(net, data, LR, delays[:, :40])
+    assert_agree(split_heads(end)[0], expected, net)
+
+
+def list_pipedream_delays(stages: int, updates: int) -> np.ndarray:
+    """Return the delays (stages, updates) of PipeDream's 1F1B with an update a microbatch."""
+    return np.array([[min(t, stages - 1 - s) for t in range(updates)] for s in range(stages)])
+
+
+def test_gap_aware_divides_each_gradient_by_its_gap() -> None:
+    data = draw_data(40)
+    make_optimizer = functools.partial(torch.optim.SGD, lr=LR, momentum=0.5)
+    args = {"schedule": "1f1b_capped", "gap_aware": {"decay": 0.75}}
+    start, end, _ = train_on_pipeline(data, "pipedream", args, 1, make_optimizer)
+    net = split_heads(start)[0]
+    step = literal_papers.make_gap_aware_step(LR, 0.5, 0.75)
+    delays = list_pipedream_delays(STAGES, len(data))
+    expected = literal_papers.train_with_delays(net, data, step, delays)
+    assert_agree(split_heads(end)[0], expected, net)
+
+
+def make_rotation(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """Return basis rotation for matrices and AdamW for the rest."""
+    groups = [dict(group) for group in parameters]
+    parts = []
+    for number, kind in enumerate(
+        (functools.partial(BasisRotation, frequency=3), torch.optim.AdamW)
+    ):
+        chosen = [
+            {**group, "params": [p for p in group["params"] if (p.dim() == 2) == (number == 0)]}
+            for group in groups
+        ]
+        parts.append(
+            kind([{**group, "member": number} for group in chosen], lr=lr, weight_decay=0.1)
+        )
+    return OptimizersByGroup(parts)
+
+
+def test_basis_rotation_is_adam_in_the_eigenbases_of_covariances() -> None:
+    """Square matrices and more samples than columns: eigenvectors are unique but for their sign,
+    which changes nothing."""
+    torch.manual_seed(5)
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)] + [nn.Linear(4, 4)]
+    net = nn.Sequential(stages[0], *map(ipu_pipe.begin_stage, stages[1:])).double()
+    start = split_heads(net.state_dict())[0]
+    rng = np.random.default_rng(8)
+    data = [(rng.normal(size=(9, 4)), rng.integers(4, size=9)) for _ in range(30)]
+    tensors = [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in data]
+    method = resolve_method("pipedream", {"schedule": "1f1b_capped"})
+    make_optimizer = functools.partial(make_rotation, lr=0.02)
+    train_on_emulator(net, method, 1, tensors, make_optimizer)
+    ours = split_heads(net.state_dict())[0]
+    step = literal_papers.make_rotated_step(start, 0.02, 0.1, 3)
+    expected = literal_papers.train_with_delays(start, data, step, list_pipedream_delays(4, 30))
+    # softmax's gradients sum to 0: along that axis rounding is divided by eps, 1e-8
+    assert_agree(ours, expected, start, 1e-8)
+
+
+def test_basis_rotation_refuses_what_is_not_a_matrix() -> None:
+    groups = [{"params": list(make_torch_net().parameters()), "stage": 0}]
+    with pytest.raises(BadInput, match="^optimizer: BasisRotation: .*ndim: 2"):
+        make_factory_of(BasisRotation)(groups)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_error_feedback_is_the_papers_for_a_delay_of_one(decay: float) -> None:
+    """AdamW under a schedule of rates; one weight has no gradient in two updates, the other one
+    gets its first gradient late."""
+    rng = np.random.default_rng(3)
+    weights = [nn.Parameter(torch.from_numpy(rng.normal(size=(3, 2)))) for _ in range(2)]
+    rates = [0.1 * 0.8**k for k in range(12)]
+    groups = [{"params": weights, "stage": 0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=decay)
+    args = {"error_feedback": {"scale": 1.0}}
+    method = resolve_method("pipedream_2bw")
+    chosen = choose_rules(args, method, np.array([1.0]), 1)
+    rules = UpdateRules(chosen, optimizer, lambda k: rates[k])
+    expected = [p.detach().numpy().copy() for p in weights]
+    literal = [literal_papers.FedBackAdamW(w, decay) for w in expected]
+    missing = {(4, 0), (5, 0), (9, 0), (0, 1), (1, 1)}
+    for k, rate in enumerate(rates):
+        for i, p in enumerate(weights):
+            g = None if (k, i) in missing else rng.normal(size=(3, 2))
+            p.grad = None if g is None else torch.from_numpy(g)
+            expected[i] = literal[i].step(expected[i], g, rate)
+        rules.step(k, None)
+        for p, w in zip(weights, expected):
+            np.testing.assert_allclose(p.detach().numpy(), w, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_2bw_with_error_feedback_is_the_papers_algorithm(decay: float) -> None:
+    """Each gradient is of the mean of four microbatches, at weights one update old."""
+    data = draw_data(48)
+    make_optimizer = functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=decay)
+    args = {"error_feedback": {}}
+    start, end, _ = train_on_pipeline(data, "pipedream_2bw", args, 4, make_optimizer)
+    net = split_heads(start)[0]
+    literal = [literal_papers.FedBackAdamW(w, decay) for w in net]
+    batches = [tuple(map(np.concatenate, zip(*data[k : k + 4]))) for k in range(0, 48, 4)]
+    delays = np.tile(np.minimum(1, np.arange(12)), (STAGES, 1))
+    expected = literal_papers.train_with_delays(
+        net, batches, lambda j, now, read, g: literal[j].step(now, g, 0.02), delays
+    )
     assert_agree(split_heads(end)[0], expected, net)
 
 

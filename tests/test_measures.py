@@ -18,7 +18,7 @@ from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.local.blocks import BlockedModel, get_blocks
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.loss import SumOfLosses
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Structure
 from tests.staged_models import join_stages

@@ -22,7 +22,6 @@ from ipu_pipe.backends.emulator import engine
 from ipu_pipe.backends.interface import DeviceTimes, Report
 from ipu_pipe.config.load import load_config
 from ipu_pipe.model.timing import StageSeconds
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.run_trace import (
     build_modelled_events,
@@ -31,6 +30,7 @@ from ipu_pipe.report.run_trace import (
     select_updates,
 )
 from ipu_pipe.report.summary import compute_busy_shares
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, resolve_method
@@ -360,9 +360,9 @@ def test_the_estimated_time_of_a_long_run_equals_the_simulated_one(
         schedule = make_schedule(METHODS[name], 3, 1200, 3)
         whole = clock(schedule, costs).finish
         monkeypatch.setattr(module, "MOST_SIMULATED", 40_000)
-        assert module.estimate_run_time(schedule, costs, 1200) == whole
+        assert module.time_updates(schedule, costs)[-1] == whole
         monkeypatch.setattr(module, "MOST_SIMULATED", 300)
-        assert module.estimate_run_time(schedule, costs, 1200) == pytest.approx(whole, rel=0.01)
+        assert module.time_updates(schedule, costs)[-1] == pytest.approx(whole, rel=0.01)
 
 
 def test_measured_shares_are_of_all_devices_time() -> None:

@@ -229,6 +229,21 @@ def test_mlp_is_a_stage_a_linear_layer() -> None:
     assert model(x).shape == (4, 5)
     assert count_weights(model) == (12 * 8 + 8) + 2 * (8 * 8 + 8) + (8 * 5 + 5)
     assert len(partition(mlps.mlp(), torch.randn(2, 64))) == 5
+    linear = mlps.mlp(inputs=12, layers=0, classes=5)
+    assert list_stage_owners(linear, x) == [["head"]] and count_weights(linear) == 12 * 5 + 5
+
+
+def test_residual_mlp_is_a_stage_a_block() -> None:
+    model = mlps.residual_mlp(inputs=12, width=8, blocks=2, classes=5)
+    x = torch.randn(4, 3, 2, 2)
+    assert list_stage_owners(model, x) == [
+        ["stem"], ["block1.norm", "block1.linear"], ["block2.norm", "block2.linear"], ["head"],
+    ]  # fmt: skip
+    block = model.block1
+    h = model.stem(x.flatten(1))
+    assert torch.equal(block(h), h + block.linear(block.norm(h).clamp(min=0)))
+    assert count_weights(model) == (12 * 8 + 8) + 2 * (8 * 8 + 8 + 2 * 8) + (8 * 5 + 5)
+    assert len(partition(mlps.residual_mlp(), torch.randn(1, 1, 28, 28))) == 34
 
 
 SMALL: Dict[str, Callable[[], nn.Module]] = {
@@ -237,6 +252,7 @@ SMALL: Dict[str, Callable[[], nn.Module]] = {
     "preact_resnet20, group": lambda: resnets.preact_resnet20(),
     "preact_resnet20, batch": lambda: resnets.preact_resnet20(norm="batch"),
     "mlp": lambda: mlps.mlp(inputs=3 * 32 * 32),
+    "residual_mlp": lambda: mlps.residual_mlp(inputs=3 * 32 * 32, blocks=3),
     "convnet, batch": lambda: convnet(),
     "convnet, group": lambda: convnet(norm="group"),
 }
@@ -267,6 +283,7 @@ def test_convolutions_start_with_he_initialization_by_fan_out_and_norms_as_the_i
     (resnets.preact_resnet110, {"norm": "None"}, "norm: None: must be batch or group"),
     (mlps.mlp, {"width": 0}, "mlp: width: 0: must be at least 1"),
     (mlps.mlp, {"classes": 0}, "mlp: classes: 0: must be at least 1"),
+    (mlps.mlp, {"layers": -1}, "mlp: layers: -1: must be at least 0"),
     (convnet, {"classes": 0}, "convnet: classes: 0: must be at least 1"),
     (convnet, {"norm": "layer"}, "convnet: norm: layer: must be batch or group"),
 ])  # fmt: skip

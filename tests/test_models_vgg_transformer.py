@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any, Callable, Dict, List
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ipu_pipe import Pipeline
 from ipu_pipe.model.observation import observe_effects, observe_training
 from ipu_pipe.model.stages import partition
 from models import resnet as resnets
@@ -22,6 +25,7 @@ VGGS = {
     "vgg16": ((2, 2, 3, 3, 3), 39),
 }
 LM: Dict[str, Any] = {"vocabulary": 11, "width": 16, "heads": 2, "blocks": 2, "context": 8}
+RESIDUAL_LM: Dict[str, Any] = {"vocabulary": 11, "width": 16, "heads": 2, "context": 8}
 TRANSLATION: Dict[str, Any] = {
     "source_vocabulary": 13,
     "target_vocabulary": 11,
@@ -272,6 +276,64 @@ def test_a_tied_head_is_the_embeddings_weight_and_must_be_in_its_stage() -> None
 # ---- Transformers: outputs
 
 
+def test_depth_attention_weighs_normalized_sources_and_begins_as_their_mean() -> None:
+    sources = [torch.randn(2, 3, 8, dtype=torch.float64) * size for size in (0.1, 1, 30)]
+    mix = transformer.DepthAttention(8).double()
+    torch.testing.assert_close(mix(sources), sum(sources) / 3)
+    with torch.no_grad():
+        mix.query.normal_()
+    for b, t in itertools.product(range(2), range(3)):
+        values = [source[b, t] for source in sources]
+        keys = [v / (sum(e * e for e in v) / 8 + 1e-6) ** 0.5 for v in values]
+        odds = [math.exp((mix.query @ key).item()) for key in keys]
+        want = sum(v * odd for v, odd in zip(values, odds)) / sum(odds)
+        torch.testing.assert_close(mix(sources)[b, t], want)
+
+
+def test_attention_residuals_read_the_sums_of_blocks_and_of_their_own_so_far() -> None:
+    """Zero queries make each mean a plain one, so the sources can be counted."""
+    model = make_seeded(transformer.attention_residual_lm, **RESIDUAL_LM, layers=3).double()
+    x = torch.randint(11, (2, 8))
+    seen: List[Any] = []
+    for layer in (model.layer1, model.layer2, model.layer3):
+        for mix in filter(None, (layer.mix1, layer.mix2)):
+            mix.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    model.mix.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    outputs: List[torch.Tensor] = []
+    for layer in (model.layer1, model.layer2, model.layer3):
+        for end in (layer.attention.output, layer.fc2):
+            end.register_forward_hook(lambda m, args, out: outputs.append(out))
+    model(x)
+    first, second = sum(outputs[:4]), sum(outputs[4:])
+    embedded = model.embedding(x)
+    assert [len(sources) for sources in seen] == [2, 2, 2, 2, 3, 3]
+    torch.testing.assert_close(list(seen[2]), [embedded, sum(outputs[:3])])
+    torch.testing.assert_close(list(seen[3]), [embedded, first])
+    torch.testing.assert_close(list(seen[4]), [embedded, first, outputs[4]])
+    torch.testing.assert_close(list(seen[5]), [embedded, first, second])
+
+
+def test_attention_residuals_cross_all_later_stages() -> None:
+    """Plain training, bit for bit, with the sums of earlier blocks sent through each stage."""
+    data = [(torch.randint(11, (4, 8)), torch.randint(11, (4, 8))) for _ in range(3)]
+    trained: List[Dict[str, Any]] = []
+    for is_piped in (False, True):
+        model = make_seeded(transformer.attention_residual_lm, **RESIDUAL_LM)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if is_piped:
+            with Pipeline(model, F.cross_entropy, optimizer, "gpipe", microbatches=1) as pipe:
+                for x, y in data:
+                    pipe.step(x, y)
+                assert len(pipe.partition) == 4 + 2
+        else:
+            for x, y in data:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        trained.append(model.state_dict())
+    assert all(torch.equal(trained[0][name], value) for name, value in trained[1].items())
+
+
 def copy_attention(mine: Any, torchs: nn.MultiheadAttention) -> None:
     mine.projection.weight.data, mine.projection.bias.data = (
         torchs.in_proj_weight.data,
@@ -389,6 +451,7 @@ SMALL: Dict[str, Callable[[], nn.Module]] = {
     "preact_resnet50, group": lambda: resnets.preact_resnet50(10),
     "transformer_lm": lambda: transformer.transformer_lm(**{**LM, "dropout": 0.2}),
     "transformer_lm, tied": lambda: transformer.transformer_lm(**LM, tied=True),
+    "transformer_lm, residuals": lambda: transformer.attention_residual_lm(11, 16, 2, 3, 2, 8, 0.2),
     "transformer_translation": lambda: transformer.transformer_translation(
         **{**TRANSLATION, "dropout": 0.2}
     ),
@@ -432,6 +495,8 @@ def test_no_weight_is_derived_and_saved(name: str) -> None:
     (transformer.transformer_lm, {"context": 0}, "transformer_lm: context: 0: must be at least 1"),
     (transformer.transformer_lm, {"heads": 3}, "transformer_lm: heads: 3: must divide the width, 128"),
     (transformer.transformer_lm, {"dropout": -0.1}, "transformer_lm: dropout: -0.1: must be at least 0 and below 1"),
+    (transformer.attention_residual_lm, {"layers_per_block": 0},
+     "attention_residual_lm: layers_per_block: 0: must be at least 1"),
     (transformer.transformer_translation, {"layers": 0}, "transformer_translation: layers: 0: must be at least 1"),
     (transformer.transformer_translation, {"source_vocabulary": -1},
      "transformer_translation: source_vocabulary: -1: must be at least 1"),

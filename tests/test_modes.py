@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ipu_pipe
 from ipu_pipe.errors import RunFault
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from ipu_pipe.run.predict import predict
 from tests.support.models import Composed
 from tests.support.processes import Runs, check_two_processes

@@ -16,7 +16,7 @@ import ipu_pipe
 from ipu_pipe.config.compare import compare_deciding, select_deciding
 from ipu_pipe.data.sources import TensorData
 from ipu_pipe.errors import BadInput
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from ipu_pipe.update.apply import FORWARD
 from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import simulate_scheduler

@@ -7,6 +7,7 @@ import pytest
 
 from ipu_pipe.replay.replays import order_updates
 from ipu_pipe.schedule.actions import Kind
+from ipu_pipe.schedule.clock import compute_busy_share
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule, open_schedule
 from ipu_pipe.schedule.versions import VersionTable
@@ -58,3 +59,9 @@ def test_block_updates_are_ordered_as_far_as_they_are_needed() -> None:
 def test_an_open_schedule_is_small() -> None:
     schedule = open_schedule(resolve_method("local_overlapping"), 5, 3, [10, 20, 30])
     assert schedule.slots(Kind.FORWARD, 3_000_000, 3_000_001).shape == (5, 1)
+
+
+def test_the_busy_share_of_an_open_schedule_needs_no_array_of_its_updates() -> None:
+    """Story: on processes that hold several stages each, `trace=True` asked for 8 TiB."""
+    schedule = open_schedule(resolve_method("pipedream", {}), 4, 2)
+    assert compute_busy_share(schedule, (0, 0, 1, 1)) == pytest.approx(1, abs=1e-6)

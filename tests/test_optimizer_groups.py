@@ -20,8 +20,8 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.data.text import TextData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_factory
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.update.optimizer import (
     Member,
@@ -397,7 +397,10 @@ def make_synthetic_text(**options: Any) -> TextData:
     return TextData(bytes((kinds + 33).tolist()), **options)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "pipeoptim", "xpipe", "delayed_muon", "cyclic_v2"])
+@pytest.mark.parametrize(
+    "name",
+    ["nesterov", "pipeoptim", "xpipe", "delayed_muon", "cyclic_v2", "gap_aware", "basis_rotation"],
+)
 def test_presets_train(name: str, tmp_path: Path) -> None:
     data = "data={name: 'tests.test_optimizer_groups:make_synthetic_text', context: 8, subset: 512, test_subset: 32}"
     sizes = ["model.args={width: 8, heads: 2, context: 8}", data]

@@ -12,10 +12,10 @@ from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.model.stages import begin_stage, partition
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.replay.replicas import IndependentReplicas
 from ipu_pipe.replay.work import Work
 from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Outer, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule

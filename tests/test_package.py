@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from ipu_pipe import shipped
+from ipu_pipe.cli import examples as examples_command
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import resolve_entry
+from tests.command_line import run_here
 from tests.support.packages import write_broken_torchvision
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +28,10 @@ def test_the_wheel_has_all_folders() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     listed = text[text.index("packages = [") : text.index("]", text.index("packages = ["))]
     folders = {path.parent for path in (ROOT / "ipu_pipe").rglob("*.py")}
-    folders |= {path.parent for path in (ROOT / "configs").rglob("*.yaml")} | {ROOT / "models"}
+    folders |= {path.parent for path in (ROOT / "configs").rglob("*.yaml")} | {
+        ROOT / "models",
+        ROOT / "examples",
+    }
     names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     names = {name if name.startswith("ipu_pipe") else f"ipu_pipe.{name}" for name in names}
     assert {line.strip().strip('",') for line in listed.splitlines()[1:]} - {""} == names
@@ -44,6 +49,29 @@ def test_the_description_on_an_index_leads_nowhere_into_the_clone() -> None:
     # nothing else is lost
     without_targets = re.sub(r"!\[[^]]*\]\([^)]*\)|(?<=\])\((?!https:|#)[^)]*\)", "", readme)
     assert re.findall(r"\w+", text) == re.findall(r"\w+", without_targets)
+
+
+def test_the_examples_are_listed_and_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {file.name for file in (ROOT / "examples").iterdir() if file.is_file()}
+    listed = run_here(examples_command, monkeypatch=monkeypatch, capsys=capsys).stdout
+    # each with a sentence
+    rows = [line.split(None, 1) for line in listed.splitlines()]
+    assert {name for name, _ in rows} == names
+    copy = ["--copy", tmp_path / "mine"]
+    result = run_here(examples_command, *copy, monkeypatch=monkeypatch, capsys=capsys)
+    assert result.returncode == 0 and {file.name for file in (tmp_path / "mine").iterdir()} == names
+    again = run_here(examples_command, *copy, monkeypatch=monkeypatch, capsys=capsys)
+    assert again.returncode == 2 and again.stderr.startswith("error: --copy: ")
+    monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "nowhere" / "ipu_pipe")
+    without = run_here(examples_command, monkeypatch=monkeypatch, capsys=capsys)
+    assert without.returncode == 2 and "this installation lacks them" in without.stderr
+    # every kind of file is in the wheel
+    data = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (patterns,) = re.findall(r'^"ipu_pipe.examples" = \[(.*)\]$', data, re.MULTILINE)
+    kinds = {f".{kind}" for kind in re.findall(r"\*\.(\w+)", patterns)} | {".py"}
+    assert {Path(name).suffix for name in names} == kinds == {*examples_command.KINDS}
 
 
 def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +101,14 @@ def test_commands_are_named_as_they_are_called(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [command])
     assert shipped.name_commands("run: python tools/fetch_data.py x; tools/train.py") == expected
+
+
+@pytest.mark.parametrize("program", ["ipu-pipe", "python -m ipu_pipe"])
+def test_torchrun_starts_the_module(program: str) -> None:
+    """Story: `torchrun --nproc_per_node 2 ipu-pipe train`, which finds no file ipu-pipe."""
+    text = "torchrun --nproc_per_node 2 tools/train.py a.yaml, or python tools/train.py a.yaml"
+    expected = f"torchrun --nproc_per_node 2 -m ipu_pipe train a.yaml, or {program} train a.yaml"
+    assert shipped.name_commands(text, program) == expected
 
 
 def test_tools_of_the_clone_keep_their_names() -> None:

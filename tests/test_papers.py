@@ -14,6 +14,7 @@ from typing import FrozenSet, List, Optional, Set, Tuple
 import pytest
 import yaml
 
+from tools.experiments import overview
 from tools.experiments.catalogue import find_experiments
 from tools.experiments.theory_figures import FIGURES
 from tools.experiments.verdicts import (
@@ -196,3 +197,10 @@ def test_the_core_hours_of_all_experiments_are_those_of_their_files() -> None:
     )
     stated = re.search(r"about (\d+)\s+core-hours of training", (RESULTS / "README.md").read_text())
     assert stated is not None and int(stated[1]) == round(hours)
+
+
+def test_the_page_of_results_is_that_of_the_stored_results() -> None:
+    """Story: the page was thirty paragraphs of figures, which nobody read or kept up to date."""
+    page = (RESULTS / "README.md").read_text(encoding="utf-8")
+    assert page == overview.format_page(), "run: python -m tools.experiments.overview"
+    assert len(overview.TEXT.read_text(encoding="utf-8").split()) <= 600

@@ -61,6 +61,7 @@ CASES: Dict[str, Case] = {
         {"local_steps": 3, "outer": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}},
     ),
     "delay_compensation": Case("pipedream", 2, {"delay_compensation": {}}),
+    "gap_aware": Case("pipedream", 2, {"gap_aware": {}}),
     "recompute": Case("gpipe", 2, others={"recompute": True}),
     "randomized_nag": Case("randomized_pipedream", 1, {"nag": 0.5}),
 }

@@ -84,6 +84,17 @@ def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None
     optimizer.step()
 
 
+def test_classes_in_place_of_objects() -> None:
+    model = make_perceptron()
+    optimizer = make_sgd(model.parameters())
+    # story: the class was called with outputs as its settings, and its own error was shown
+    with pytest.raises(BadInput, match="^loss: the class CrossEntropyLoss: must be a function"):
+        ipu_pipe.Pipeline(model, nn.CrossEntropyLoss, optimizer, stages=STAGES)
+    wrong: Any = nn.Linear
+    with pytest.raises(BadInput, match="^model: the class Linear: must be a torch.nn.Module"):
+        ipu_pipe.Pipeline(wrong, nn.CrossEntropyLoss(), optimizer, stages=STAGES)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(BadInput, match="^device: cuda: this machine has no usable CUDA device"):
@@ -193,16 +204,18 @@ def pass_process_groups(rank: int, folder: Path) -> None:
     loop = Loop(PIPEDREAM, process_group=everyone, **ON_TWO)
     loop.run(0, 3)
     loop.close()
-    for r, group in enumerate(alone):
-        text = f"ranks {r} of 2: " if r == rank else "a group without this rank: "
-        with pytest.raises(BadInput, match=f"^process_group: {text}"):
-            Loop(PIPEDREAM, process_group=group, **ON_TWO)
+    # each rank is a pipeline of its own
+    loop = Loop(PIPEDREAM, process_group=alone[rank], **ON_TWO)
+    loop.run(0, 3)
+    loop.close()
+    with pytest.raises(BadInput, match="^process_group: a group without this rank: "):
+        Loop(PIPEDREAM, process_group=alone[1 - rank], **ON_TWO)
     with pytest.raises(BadInput, match="^process_group: a str: "):
         Loop(PIPEDREAM, process_group="gloo", **ON_TWO)
 
 
 @needs_processes
-def test_a_process_group_has_all_ranks(tmp_path: Path) -> None:
+def test_a_process_group_has_this_rank(tmp_path: Path) -> None:
     run_in_group(2, pass_process_groups, tmp_path)
 
 
@@ -347,9 +360,17 @@ def test_one_process_has_all_of_a_sharded_state() -> None:
     for key in ("model", "optimizer"):
         assert_same(whole[key], part[key])
     again = Loop(PIPEDREAM)
+    # parts that were joined have all weights, and fit any ranks
     again.pipe.load_state_dict({**part, "layout": {"rank": 0}})
+    again.run(3, 8)
+    loop.run(3, 8)
+    # then the new loop's scheduler, which begins anew, has another rate
+    assert again.losses[:2] == loop.losses[-len(again.losses) :][:2]
+    other = Loop(PIPEDREAM)
+    part["model"].popitem()
+    other.pipe.load_state_dict({**part, "layout": {"rank": 0}})
     with pytest.raises(BadInput, match="^load_state_dict: layout "):
-        again.run(3, 4)
+        other.run(3, 4)
 
 
 # ---- the whole model

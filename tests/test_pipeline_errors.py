@@ -7,6 +7,7 @@ import copy
 import pickle
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -17,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
 import ipu_pipe
+from ipu_pipe.backends.processes import lost_ranks
 from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.pipeline.batches import Microbatch, copy_memory
@@ -576,6 +578,45 @@ def fail_on_one_rank(rank: int, folder: Path) -> None:
     again.close()
 
 
+def hang_on_one_rank(rank: int, folder: Path) -> None:
+    """Hang in the ninth loss, on rank 1, until rank 0 has given up its wait for the gradients."""
+    calls: List[int] = []
+
+    def hang_in_time(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        while len(calls) == 9 and not (folder / "fault").exists():
+            time.sleep(0.01)
+        return cross_entropy(output, y)
+
+    prefix = str(folder / "record_")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lost_ranks, "WARM_UP", 0.1)
+        patch.setenv("TORCH_FR_DUMP_TEMP_FILE", prefix)
+        pipe = make_pipeline(loss=hang_in_time, stages=["5"], backend="distributed", deadline=1)
+        with pytest.raises(RunFault) as fault:
+            train(pipe, 8)
+        pipe.close()
+    if rank == 0:
+        (folder / "fault").write_text(str(fault.value))
+
+
+@needs_processes
+def test_at_the_deadline_the_message_is_named_and_the_flight_recorder_dumped(
+    tmp_path: Path,
+) -> None:
+    run_in_group(2, hang_on_one_rank, tmp_path)
+    fault = (tmp_path / "fault").read_text()
+    assert re.search("stage 0 waits for gradients of microbatch [0-9]+ from stage 1", fault)
+    dump = tmp_path / "record_0"
+    # torch 2.13 records the collectives of gloo, and no messages
+    if hasattr(torch._C._distributed_c10d, "_dump_fr_trace"):
+        assert str(dump) in fault
+    assert dump.exists() == (str(dump) in fault)
+    if dump.exists():
+        entries = pickle.loads(dump.read_bytes())["entries"]
+        assert {entry["profiling_name"].split(":")[0] for entry in entries} == {"gloo"}
+
+
 def make_other_numbers_of_steps(rank: int, folder: Path) -> None:
     """Close on one rank while the other goes on; then train a new pipeline in the same group."""
     pipe = make_pipeline(stages=["5"], backend="distributed", deadline=2)
@@ -603,3 +644,73 @@ def test_after_other_numbers_of_steps_a_new_pipeline_trains(tmp_path: Path) -> N
     train(expected, 3)
     expected.close()
     assert torch.equal(torch.load(tmp_path / "again-0.pt"), flatten_weights(expected.model))
+
+
+# ---- models and losses that write to what they get
+
+
+class Shift(nn.Module):
+    """Add a number to the input, in place or not."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(0.5) if self.in_place else x + 0.5
+
+
+def train_a_writer(writes: str, method: str, args: Dict[str, Any], **keys: Any) -> torch.Tensor:
+    """Train a model whose first operation, or whose loss, may write in place to what it gets."""
+    torch.manual_seed(0)
+    layers = [Shift(writes == "inputs"), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)]
+    model = nn.Sequential(*layers).double()
+
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output, y.sub_(1) if writes == "labels" else y - 1)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    keys = {"microbatches": 2, "method_args": args, **keys}
+    with ipu_pipe.Pipeline(model, loss, optimizer, method, stages=["3"], **keys) as pipe:
+        for k in range(5):
+            generator = torch.Generator().manual_seed(k)
+            x = torch.randn(8, 4, generator=generator, dtype=torch.float64)
+            pipe.step(x, torch.randint(1, 4, (8,), generator=generator))
+    return flatten_weights(model)
+
+
+WRITERS: List[Tuple[str, Dict[str, Any]]] = [
+    ("gpipe", {}),
+    ("pipemare", {"recompute": {"segments": 1}}),
+    ("local_greedy", {}),
+    ("zb_h1", {}),
+]
+
+
+def write_on_two_ranks(rank: int, folder: Path) -> None:
+    for method, args in WRITERS:
+        # one stage writes to the inputs, another one to the labels
+        for writes in ("inputs", "labels"):
+            weights = train_a_writer(writes, method, args, backend="distributed", deadline=60)
+            torch.save(weights, folder / f"{method}-{writes}-{rank}.pt")
+
+
+@pytest.mark.parametrize("writes", ["inputs", "labels"])
+@pytest.mark.parametrize("method, args", WRITERS, ids=[method for method, _ in WRITERS])
+def test_a_write_in_place_changes_nothing(method: str, args: Dict[str, Any], writes: str) -> None:
+    """Story: a recomputation read the inputs and labels that the first forward had changed."""
+    expected = train_a_writer("nothing", method, args)
+    assert torch.equal(train_a_writer(writes, method, args), expected)
+
+
+@needs_processes
+@pytest.mark.slow
+def test_a_write_in_place_changes_nothing_on_processes(tmp_path: Path) -> None:
+    """Story: a trial of the loss read labels that an earlier one had changed, and autograd took a
+    write to one microbatch for a write to all of its batch.
+    """
+    run_in_group(2, write_on_two_ranks, tmp_path)
+    for method, args in WRITERS:
+        expected = train_a_writer("nothing", method, args)
+        files = sorted(tmp_path.glob(f"{method}-*.pt"))
+        assert len(files) == 4 and all(torch.equal(torch.load(f), expected) for f in files), method

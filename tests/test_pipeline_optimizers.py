@@ -391,6 +391,25 @@ def test_settings_by_stage_are_those_of_groups_of_their_own(backend: str) -> Non
     assert not torch.allclose(flatten(plain.model), ends[0], rtol=1e-3)
 
 
+def decouple_later(k: int, optimizer: Any) -> None:
+    """Turn Adam into AdamW at an update in the middle."""
+    if k == 2:
+        optimizer.param_groups[0]["decoupled_weight_decay"] = True
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_adam_may_decouple_its_weight_decay_on_xla(is_late: bool) -> None:
+    """Story: xla took the class for the kind, and stepped as Adam without the setting."""
+    pytest.importorskip("jax")
+    adam = functools.partial(
+        torch.optim.Adam, lr=0.05, weight_decay=0.5, decoupled_weight_decay=not is_late
+    )
+    change = decouple_later if is_late else change_nothing
+    weights, _ = train_in_pipeline(adam, change, backend="xla")
+    # the first bias comes before a norm: Adam makes steps of the rounding of its gradient
+    assert torch.allclose(weights, train_plainly(adam, change), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "by_stage, line",
     [

@@ -531,10 +531,7 @@ ELSEWHERE = (
     "store",
     "trace",
 )
-ALONE = (
-    "do not fill one batch of gradient_accumulation",
-    "method_args.warmup: use the argument warmup",
-)
+ALONE = ("method_args.warmup: use the argument warmup", "backend.threads=1 in a config")
 NAMERS = ("Argument", "Case", "Refusal", "Words", "name_key")
 KEY = re.compile(
     "|".join(rf"\b{re.escape(key)}\b" for key in ARGUMENTS if "." in key or "_" in key)

@@ -64,6 +64,7 @@ VARIANTS: Dict[str, Variant] = {
     "pb_split": Variant("pipelined_backprop", {"method_args": {"split_backward": True}, "stages_per_device": 2}),
     "pipedream_n2": Variant("pipedream", {"microbatches": 2}),
     "pipedream_adaptive": make_variant("pipedream", delay_compensation=ADAPTIVE),
+    "pipedream_gap": make_variant("pipedream", gap_aware={"decay": 0.5}),
     "pipedream_adam": Variant("pipedream", optimizer_name="adam"),
     "pipedream_replicas": Variant("pipedream", {"replicas": 2}),
     "pipedream_weights": Variant("pipedream", {"loss_weight": lambda y: float((y == 0).sum()), "microbatches": 2}),

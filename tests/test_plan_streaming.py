@@ -22,7 +22,7 @@ from ipu_pipe.plan.planner import make_plan
 from ipu_pipe.plan.prediction import Costing, Problem, UnitSums, predict_cut
 from ipu_pipe.run.planning import build_for_planning
 
-KEY = "backend.ipu.tensor_locations.optimizer.on_chip: false"
+KEY = "backend.ipu.options.TensorLocations.setOptimizerLocation.useOnChipStorage: false"
 UNITS = tuple(Unit(f"unit{i}", 5.0, 10.0, 1000, 4.0, 40.0) for i in range(4))
 
 
@@ -107,10 +107,10 @@ def test_the_key_is_read_and_written(tmp_path: Path, capsys: Any) -> None:
     options = [str(file), "--hardware", "pod4", "--devices", "1", "--json", "--write", str(planned)]
     command.main([*options, "--memory", str(code + 2e6)])
     assert json.loads(capsys.readouterr().out)["smallest_change"] == f"{KEY}, as in this plan"
-    assert load_config(planned).ipu.tensor_locations.optimizer.on_chip is False
+    assert load_config(planned).ipu.streams_state
     assert make_problem(load_config(planned), UNITS, 8.0, hardware).streamed
     command.main([*options, "--overwrite"])
-    assert load_config(planned).ipu.tensor_locations.optimizer.on_chip is None
+    assert not load_config(planned).ipu.streams_state
 
 
 def test_a_written_pipeline_recomputes_only_if_the_plan_does(tmp_path: Path) -> None:

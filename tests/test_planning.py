@@ -12,9 +12,9 @@ from torch import nn
 from ipu_pipe.config.load import configure
 from ipu_pipe.model.meta import move_to_meta, to_meta
 from ipu_pipe.model.observation import observe_costs
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_plan
+from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import build_for_planning
 from models.transformer import transformer_lm
 from tests.support.models import Composed

@@ -26,10 +26,10 @@ from ipu_pipe.cli import train as tool
 from ipu_pipe.config.load import load_config
 from ipu_pipe.data.sources import TensorData
 from ipu_pipe.errors import BadInput, Divergence, RunFault
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.analysis.analyze import analyze_run
 from ipu_pipe.report.analysis.text import PARTS, compute_differences, format_analysis
 from ipu_pipe.run import loop
+from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import Callback
 from ipu_pipe.run.train import check, train
 from tests import forked
@@ -109,8 +109,8 @@ SAME: Dict[str, Dict[str, Any]] = {
     "rates by block": {"method": "local_greedy", "name": "mlp", "method_args": {"block_rates": [1, 0.5, 2, 1]}},
     "32.32, all set": {
         "precision": "32.32", "recompute": True,
-        "ipu": {"mean_reduction_strategy": "post_and_loss", "loss_scaling": 128, "stochastic_rounding": True,
-                "output_mode": "every_n", "output_return_period": 1, "inference_device_iterations": 7},
+        "ipu": {"options": {"Training.setMeanAccumulationAndReplicationReductionStrategy": "PostAndLoss"}, "loss_scaling": 128,
+                "stochastic_rounding": True, "inference_device_iterations": 7},
     },
 }  # fmt: skip
 
@@ -247,7 +247,7 @@ def test_output_modes_report_the_same_losses_but_for_final(poptorch: Any, tmp_pa
 
 def test_averages_are_refused(poptorch: Any) -> None:
     (fault,) = list_build_faults(make_ipu_config(on="poptorch", ema={"decay": 0.9}))
-    assert fault.startswith("ema: PopTorch keeps the weights on the IPUs")
+    assert fault.startswith("ema.decay: 0.9: no weights are averaged on the devices: ")
 
 
 @needs_processes
@@ -365,9 +365,9 @@ def test_a_small_pod_is_shared_by_training_and_evaluation(
 
 
 def test_times_cycles_and_profiles_are_reported(poptorch: Any, tmp_path: Path) -> None:
-    profile = {"directory": str(tmp_path / "profile"), "blocks": "stage.*"}
+    profile = {"directory": str(tmp_path / "profile")}
     ipu = {
-        "log_cycle_count": True,
+        "options": {"logCycleCount": True},
         "profile": profile,
         "engine_options": {"debug.instrument": "true"},
     }
@@ -388,7 +388,6 @@ def test_times_cycles_and_profiles_are_reported(poptorch: Any, tmp_path: Path) -
     assert report["profiles"]["training"]["ipus"] == 4 and "inference" in report["profiles"]
     engine = find_compilation(poptorch).options["engineOptions"]
     assert engine["debug.instrument"] == engine["autoReport.all"] == "true"
-    assert engine["profiler.blocks.filter"] == "stage.*"
     trace = read_trace_file(tmp_path / "run")
     kinds = [e["cat"] for e in trace["traceEvents"] if e["ph"] == "X"]
     assert (
@@ -506,7 +505,9 @@ def test_velocities_follow_the_loss_scaling_when_a_run_is_resumed(
     if combined:
         train_small_run(make_ipu_config(), tmp_path / "other", "mlp")
     else:  # PopTorch would misread the other type's memory
-        train_in_two_halves(tmp_path / "other", {}, {"velocity_accum_type": "float16"})
+        train_in_two_halves(
+            tmp_path / "other", {}, {"optimizer_options": {"velocity_accum_type": "float16"}}
+        )
     assert_states_close(
         read_weights(tmp_path / "straight"),
         read_weights(tmp_path / "other"),
@@ -553,7 +554,7 @@ def test_velocities_of_the_other_variant_are_refused(
 ) -> None:
     """Velocities of the other variant have other names. Story: PopTorch warned, and training
     continued without momentum."""
-    with pytest.raises(BadInput, match="use_combined_accum: .*the other variant.*init_from"):
+    with pytest.raises(BadInput, match="the state that was loaded has no Accl.*init_from"):
         train_in_two_halves(
             tmp_path, {"use_combined_accum": combined}, {"use_combined_accum": not combined}
         )
@@ -565,6 +566,9 @@ def test_a_state_with_a_missing_name_is_refused(poptorch: Any, tmp_path: Path) -
 
     def import_without_entry(*args: Any) -> Any:
         state = import_state(*args)
+        # the engine opens before the state is loaded
+        if state is None:
+            return None
         return state._replace(
             tensors={k: v for k, v in state.tensors.items() if k != "Accl2___body.model.3.bias"}
         )
@@ -578,25 +582,6 @@ def test_a_state_with_a_missing_name_is_refused(poptorch: Any, tmp_path: Path) -
             train_small_run(
                 make_ipu_config(on="poptorch", optimizer=ADAM), tmp_path, "mlp", resume=True
             )
-    interrupt_run(tmp_path / "sgd", make_ipu_config(on="poptorch"), 4)
-
-    def import_without_scale(
-        optimizer: Any, *args: Any
-    ) -> Any:  # an earlier version's checkpoint, without its scale
-        for state in optimizer.state.values():
-            for entry in [entry for entry in state if "velocity_scaling" in entry]:
-                del state[entry]
-        return import_state(optimizer, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ipu_engine, "import_state", import_without_scale)
-        with pytest.raises(BadInput, match="backend.ipu.loss_scaling: 2.0: "):
-            train_small_run(
-                make_ipu_config(on="poptorch", ipu={"loss_scaling": 2.0}),
-                tmp_path / "sgd",
-                "mlp",
-                resume=True,
-            )
 
 
 @pytest.mark.parametrize("scaling", [1.0, 64.0])
@@ -604,7 +589,8 @@ def test_nesterov_momentum_is_pytorchs(poptorch: Any, tmp_path: Path, scaling: f
     """Nesterov momentum equals PyTorch's if the mean is a running mean (PopART reads the
     accumulator as it is). Story: it was refused, though PopTorch has it."""
     nesterov = {**SGD, "nesterov": True}
-    running = {"mean_reduction_strategy": "running", "loss_scaling": scaling}
+    strategy = "Training.setMeanAccumulationAndReplicationReductionStrategy"
+    running = {"options": {strategy: "Running"}, "loss_scaling": scaling}
     train_small_run(
         make_ipu_config(on="poptorch", ipu=running, optimizer=nesterov), tmp_path / "ipu", "mlp"
     )
@@ -681,7 +667,7 @@ MEMORY, ATTACHING = "poplar_graph_memory_allocation_error", "poptorch_cpp_error"
 @pytest.mark.parametrize("event, error, message", [
     ("compile", lambda p: p.Error("Out of memory on tile 0", MEMORY), "take more stages"),
     ("execute", lambda p: p.UnrecoverableError("dead", "poplar_unrecoverable_error"), "poplar_unrecoverable_error: dead"),
-    ("attach", lambda p: p.Error("Failed to acquire 4 IPU(s)", ATTACHING), "wait_for_ipu=true"),
+    ("attach", lambda p: p.Error("Failed to acquire 4 IPU(s)", ATTACHING), "POPTORCH_WAIT_FOR_IPU=1"),
     ("execute", lambda p: AssertionError("Invalid batch\n dimension"), "AssertionError: Invalid batch dimension"),
 ])  # fmt: skip
 def test_both_families_of_errors_are_reported_in_one_line(
@@ -835,13 +821,8 @@ def test_models_that_poptorch_computes_differently_are_refused_by_name(
     )
 
 
-def test_half_inputs_that_stay_float32_or_meet_a_bias_are_refused(poptorch: Any) -> None:
+def test_half_inputs_that_stay_float32_are_refused(poptorch: Any) -> None:
     keys = {"on": "poptorch", "precision": "16.32", "stages": 1}
-    biased = nn.Sequential(
-        nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 1, 1), nn.Flatten(), nn.Linear(12, 4)
-    )
-    (fault,) = list_build_faults(make_ipu_config(**keys), model=biased)
-    assert fault.startswith("precision: 16.32: ") and "bias=False" in fault
     x, y = torch.zeros(64, 12, dtype=torch.uint8), torch.zeros(64, dtype=torch.int64)
 
     class FloatLinear(nn.Linear):
@@ -889,14 +870,16 @@ def test_a_machine_with_too_few_ipus_is_reported_before_compiling(
     with pytest.raises(BadInput, match="this machine has no device of 4 IPUs.*compile_only=true"):
         train_small_run(make_ipu_config(on="poptorch"), tmp_path, "mlp")
     assert poptorch.recorded.compilations == []
-    train_small_run(make_ipu_config(on="poptorch", ipu={"use_ipu_model": True}), tmp_path, "mlp")
+    simulator = {"options": {"useIpuModel": True}}
+    train_small_run(make_ipu_config(on="poptorch", ipu=simulator), tmp_path, "mlp")
 
 
 def test_compiling_alone_needs_no_ipu_and_trains_nothing(
     poptorch: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "0")
-    ipu = {"compile_only": True, "offline_target": 2, "executable_cache": "cache"}
+    target = {"useOfflineIpuTarget": 2}
+    ipu = {"compile_only": True, "options": target, "executable_cache": "cache"}
     with pytest.raises(SystemExit) as exit_error:
         train_small_run(make_ipu_config(on="poptorch", ipu=ipu), tmp_path / "run", "mlp")
     assert (

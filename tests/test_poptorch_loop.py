@@ -7,6 +7,7 @@ Nothing here ran on an IPU.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Tuple
@@ -20,8 +21,8 @@ from ipu_pipe.backends.ipu.model_facts import ModelFacts
 from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.errors import BadInput, Divergence, RunFault
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.refusals import Language
+from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import resolve_method
 from tests.support.ipu_runs import Source, make_ipu_config, make_ipu_model, train_small_run
 from tests.support.runs import assert_same, assert_states_close, read_column, read_weights
@@ -69,7 +70,14 @@ CASES: Dict[str, IpuCase] = {
     ),
     "last layers": IpuCase("last_layers"),
     "loss scaling": IpuCase(ipu={"loss_scaling": [[0, 2.0], [2, 64.0]]}),
+    "decoupled decay": IpuCase(
+        optimizer=torch.optim.Adam,
+        settings={"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ),
 }
+# the IPUs' torch 2.0.1 has no such setting
+if "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters:
+    del CASES["decoupled decay"]
 
 
 def compute_rate_factor(k: int) -> float:
@@ -249,6 +257,33 @@ def test_it_evaluates_and_predicts_on_the_ipus(poptorch: Any) -> None:
     assert_states_close(loops[0].close(), loops[1].close(), 1e-6)
 
 
+@pytest.mark.parametrize("detaches", [True, False])
+def test_an_evaluation_uploads_the_weights_once(
+    poptorch: Any, monkeypatch: Any, detaches: bool
+) -> None:
+    """Story: the first evaluation after a step uploaded them three times: when the model was
+    compiled, before the call, and by PopTorch's own check in the call."""
+    monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "8")
+    uploads: List[bool] = []
+    upload = poptorch.PoplarExecutor.copyWeightsToDevice
+
+    def record_upload(executor: Any) -> None:
+        uploads.append(executor._training)
+        upload(executor)
+
+    monkeypatch.setattr(poptorch.PoplarExecutor, "copyWeightsToDevice", record_upload)
+    loop = IpuLoop(IpuCase(ipu={"detach_for_evaluation": detaches}))
+    batch = make_replicated_batch(loop.case, 7)
+    results = []
+    for k in range(3):
+        loop.run(k, k + 1)
+        uploads.clear()
+        results.append(loop.pipe.evaluate([batch], ["accuracy"])["loss"])
+        assert uploads == [False]
+    assert len(set(results)) == 3
+    loop.pipe.close()
+
+
 def test_memory_schedule_and_trace_are_those_of_the_ipus(poptorch: Any, tmp_path: Path) -> None:
     loop = IpuLoop(CASES["calls of 2"], trace=range(4))
     loop.run()
@@ -370,7 +405,7 @@ def test_the_caller_can_neither_step_nor_watch_updates(poptorch: Any) -> None:
 
 
 REFUSED: List[Tuple[Dict[str, Any], str]] = [
-    ({"method": "pipedream"}, "method: pipedream: a PopTorch pipeline is flushed"),
+    ({"method": "pipedream"}, "method: pipedream: PopTorch flushes its pipeline"),
     ({"method": "local_sgd", "microbatches": 1}, "method: local_sgd"),
     ({"precision": "bfloat16"}, "precision: bfloat16"),
     ({"microbatches": 4}, "microbatches: 4: a PopTorch pipeline of 4 stages needs at least"),
@@ -411,12 +446,14 @@ def test_unsupported_arguments_are_refused_as_by_train(
     assert "PoplarExecutor.compile" not in poptorch.recorded.names()
 
 
-def test_several_instances_of_poprun_are_refused(poptorch: Any) -> None:
+def test_several_instances_of_poprun_are_refused(poptorch: Any, monkeypatch: Any) -> None:
     settings = make_ipu_config(on="poptorch", replicas=2, stages=4)
     method = resolve_method("gpipe", {})
     facts = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), None, None)
     assert check_model(settings, method, facts) == []
-    (fault,) = check_model(settings, method, facts, local_replicas=1)
+    for name, value in (("NUM_INSTANCES", 2), ("INSTANCE_INDEX", 0), ("NUM_LOCAL_REPLICAS", 1)):
+        monkeypatch.setenv(f"POPDIST_{name}", str(value))
+    (fault,) = check_model(settings, method, facts)
     assert Language.PYTHON.say(fault).startswith(
         "backend: poptorch: a loop of your own drives the IPUs of one process"
     )

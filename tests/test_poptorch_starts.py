@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ipu_pipe.backends.ipu import backend as row
 from ipu_pipe.backends.ipu import blocks as ipu_blocks
+from ipu_pipe.backends.ipu import engine as ipu_engine
 from ipu_pipe.backends.ipu.config import DataLoading
 from ipu_pipe.backends.ipu.feed import Calls, Feed, convert_input
 from ipu_pipe.backends.ipu.profile import CallTimes
@@ -27,8 +28,8 @@ from ipu_pipe.backends.table import get_backend, make_engine
 from ipu_pipe.config.load import load_config
 from ipu_pipe.data.images import ImageFolder
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.replay.run import Run
+from ipu_pipe.run.build import build
 from models.transformer import transformer_lm, transformer_translation
 from tests.support import ipu_runs
 from tests.support.data import write_pictures
@@ -93,7 +94,9 @@ def compile_blocks(job: Any, poptorch: Any, monkeypatch: Any, pod: int) -> None:
     engines = []
     for rank in range(pod):
         group = SimpleNamespace(get_rank=lambda rank=rank: rank, get_world_size=lambda: pod)
-        monkeypatch.setattr(ipu_blocks, "dist", group)
+        for module in (ipu_blocks, ipu_engine):
+            monkeypatch.setattr(module, "dist", group)
+        monkeypatch.setattr(ipu_engine, "are_joined", lambda: True)
         run = Run.of(job, get_backend(job.config).make_options(job))
         engine = ipu_blocks.BlockEngine(run, 0, job.table)
         x, y = job.example
@@ -284,19 +287,16 @@ def test_the_optimizer_of_the_caller_counts_not_the_configs(poptorch: Any) -> No
             optimizer=users_optimizer,
         )
 
-    adam = functools.partial(torch.optim.Adam, lr=0.1)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
-    build_job({"velocity_accum_type": "float16"}, sgd, optimizer={"name": "adam"})
+    build_job({"use_combined_accum": True}, sgd, optimizer={"name": "adam"})
     build_job({}, sgd, optimizer={"name": "sgd", "momentum": 0.9, "nesterov": True})
-    with pytest.raises(BadInput, match="backend.ipu.use_combined_accum: true: "):
-        build_job({"use_combined_accum": True}, adam)
+    with pytest.raises(BadInput, match="optimizer.amsgrad: true: "):
+        build_job({}, functools.partial(torch.optim.Adam, lr=0.1, amsgrad=True))
     with pytest.raises(BadInput, match="optimizer.nesterov: true: "):
         build_job({}, functools.partial(sgd, momentum=0.9, nesterov=True))
-    build_job(
-        {"mean_reduction_strategy": "running"}, functools.partial(sgd, momentum=0.9, nesterov=True)
-    )
-    with pytest.raises(BadInput, match="clip.norm: 1.0: "):
-        build_job({}, functools.partial(torch.optim.RMSprop, lr=0.1), clip={"norm": 1.0})
+    strategy = "Training.setMeanAccumulationAndReplicationReductionStrategy"
+    running = {"options": {strategy: "Running"}}
+    build_job(running, functools.partial(sgd, momentum=0.9, nesterov=True))
 
 
 def test_combined_velocities_are_scaled_as_the_loss_is(poptorch: Any, tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_run_continues_without_latencies(poptorch: Any, tmp_path: Path, monkey
 
     for name in ("getLatency", "getHostIpuLatency", "cycleCount"):
         monkeypatch.setattr(poptorch.PoplarExecutor, name, raise_mismatch)
-    run_small(configure_small_run({"log_cycle_count": True}), tmp_path)
+    run_small(configure_small_run({"options": {"logCycleCount": True}}), tmp_path)
     content = read_json(tmp_path / "ipu.json")
     assert (
         set(content["latency_seconds"]) == {"compute", "ipu_to_host"}

@@ -27,13 +27,13 @@ from ipu_pipe.hardware.unit_costs import Unit
 from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import partition
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.planner import search
 from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.replay.work import Work
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_opening
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import evaluate_checkpoint, train
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule

@@ -486,7 +486,7 @@ def test_freed_weights_are_zero_during_shape_inference() -> None:
 
 
 @pytest.mark.parametrize("how, message", [
-    (["method=pipemare", "method_args.constant_delay={updates: 2}"], "delays that are not the pipeline's own"),
+    (["method=pipemare", "method_args.constant_delay={updates: 2}"], "are the pipeline's own there: use backend.name: emulator"),
     (["method=gpipe", "clip={norm: 1.0, scope: delayed_global}"], "use clip: {scope: global, norm: 1}"),
     (["method=pipedream", "stages=1"], "at most 1 device"),
     (["method=zbv", "stages=2"], "error: stages: 2: "),

@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Sequence, Set, Tuple
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from tests import interpreter_runs
 from tests.interpreter_runs import ADAMW, ScheduleCase, can_share
 from tests.slot_simulation import PLAYED
 from tests.support.loops import Loop, take_share
+from tests.support.pairs import cover_pairs, list_pairs
 from tests.support.rank_group import RankGroups
 from tests.support.runs import (
     DIGITS,
@@ -255,20 +256,32 @@ PLACEMENTS: Dict[Tuple[int, ...], int] = {
 
 
 def list_case_rows() -> Dict[str, Comparison]:
-    """Return the rows of cases. Quick are the last case of each kind's first word on two stages, and PipeDream's last on four."""
+    """Return the rows of cases that have every pair of attributes. Quick are the last case of each kind's first word on two
+    stages, and PipeDream's last on four.
+    """
+    cases, quick = list_placed_cases()
+    chosen = cover_pairs({name: describe_case(*row) for name, row in cases.items()}, quick)
+    return {name: make_case_row(*cases[name], name in quick) for name in chosen}
+
+
+def list_placed_cases() -> Tuple[Dict[str, Tuple[ScheduleCase, Tuple[int, ...]]], Set[str]]:
+    """Return all cases on their placements, and the names of those that are quick."""
     rows = {}
+    quick: Dict[Any, str] = {}
     for placement, every in PLACEMENTS.items():
-        cases = [case for case in list_schedule_cases() if can_share(case, placement)][::every]
-        quick: Dict[str, str] = {}
-        for case in cases:
-            if placement == (0, 1):
-                quick[case.kind.split()[0]] = case.name
-            elif case.method == "pipedream":
-                quick[case.method] = case.name
-        for case in cases:
+        for case in [case for case in list_schedule_cases() if can_share(case, placement)][::every]:
             name = f"{case.name} on {''.join(map(str, placement))}"
-            rows[name] = make_case_row(case, placement, case.name in quick.values())
-    return rows
+            rows[name] = case, placement
+            if placement == (0, 1):
+                quick[case.kind.split()[0]] = name
+            elif case.method == "pipedream":
+                quick[placement] = name
+    return rows, set(quick.values())
+
+
+def describe_case(case: ScheduleCase, placement: Tuple[int, ...]) -> List[Any]:
+    """Return the attributes of a case, of which every pair is tested."""
+    return [placement, *case[2:]]
 
 
 def make_case_row(case: ScheduleCase, placement: Sequence[int], is_quick: bool) -> Comparison:
@@ -428,6 +441,18 @@ RUNS: Dict[str, ConfigRun] = {
         ],
         is_quick=False,
         missing="" if hasattr(torch.optim, "Muon") else "needs torch.optim.Muon",
+    ),
+    "gap-and-rotation": ConfigRun(
+        2,
+        [
+            "method=pipedream",
+            "stages=4",
+            "gradient_accumulation=2",
+            "method_args={gap_aware: {decay: 0.9}}",
+            "optimizer={groups: [{ndim: 2, name: 'models.optimizers:BasisRotation', "
+            "lr: 0.002, args: {frequency: 2}}, {name: adamw, lr: 0.002}]}",
+            *[f"optimizer.{key}=null" for key in ("name", "lr", "momentum")],  # the file's
+        ],
     ),
     "plateau": ConfigRun(
         2,
@@ -687,6 +712,15 @@ def test_processes_give_the_emulators_bits(name: str, groups: RankGroups, tmp_pa
     for rank, values in enumerate(results):
         for key, value in values.items():
             assert is_same_value(value, expected[key]), f"rank {rank}: {key}"
+
+
+def test_every_pair_of_attributes_is_in_the_table() -> None:
+    cases, quick = list_placed_cases()
+    assert quick <= set(TABLE)
+    tested = set().union(
+        *(list_pairs(describe_case(*cases[name])) for name in TABLE if name in cases)
+    )
+    assert tested == set().union(*(list_pairs(describe_case(*row)) for row in cases.values()))
 
 
 def is_same_value(value: Any, expected: Any) -> bool:

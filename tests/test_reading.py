@@ -18,8 +18,8 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import Tally, evaluate_sums
 from ipu_pipe.job.metrics import DEFAULT
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.pipeline.flow import Flow
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests.support.runs import DIGITS, read_numbers
 

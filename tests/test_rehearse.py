@@ -10,8 +10,8 @@ import pytest
 
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.job.factories import make_data
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.run_text import format_plan
+from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import build_for_planning, replace_missing_data
 from ipu_pipe.run.rehearsal import rehearse
 from tests.command_line import CommandResult, run_here

@@ -20,7 +20,7 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from ipu_pipe.run.predict import predict
 from ipu_pipe.run.resume import check_run
 from ipu_pipe.run.train import evaluate_checkpoint, train

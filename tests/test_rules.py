@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction as Q
@@ -28,6 +29,7 @@ from ipu_pipe.update.optimizer import OptimizersByGroup
 from ipu_pipe.update.rates import choose_anneal_updates, scale_for_update_size
 from ipu_pipe.update.rules import RULES, Setting, compute_spectrain_horizon, list_conflicts
 from tests.staged_models import MODELS, draw_microbatches, join_stages
+from tests.support.pairs import cover_pairs
 from tests.support.slow import mark_slow
 from tests.test_emulator_exact import (
     assert_equals_stages,
@@ -212,6 +214,9 @@ ROWS: Dict[str, Row] = {
     "compensation-2bw": Row("pipedream_2bw", {"delay_compensation": {**DC, "adaptive": True}}),
     "compensation-warmup": Row(PB, {"stash": True, "delay_compensation": {**DC, "adaptive": True}}, switch=2),
     "compensation-delay": Row(PB, {"constant_delay": {"updates": 2}, "stash": True, "delay_compensation": DC}),
+    "gap": Row("pipedream", {"gap_aware": {"decay": 0.75}}),
+    "gap-2bw": Row("pipedream_2bw", {"gap_aware": {"decay": 0.5}}, (SGD, ADAMW, MIXED)),
+    "gap-warmup": Row(PB, {"stash": True, "gap_aware": {"decay": 0.5}}, switch=2),
     "prediction-optimizer": Row(
         "pipedream", {"stash": False, "weight_prediction": {"form": "optimizer", "scale": 1.0}},
         hand=lambda: compute_prediction_by_hand(1),
@@ -385,10 +390,17 @@ def test_spike_compensation_with_delay_one_is_nesterov() -> None:
 # ---- against the literal replay
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("model", mark_slow(MODELS, lambda model: model == "mlp"))
-@pytest.mark.parametrize("name", list(ROWS))
-def test_weights_equal_those_of_the_literal_replay(name: str, model: str, accumulate: int) -> None:
+ATTRIBUTES = {
+    f"{name}-{model}-{accumulate}": (name, model, accumulate)
+    for name, model, accumulate in itertools.product(ROWS, MODELS, (1, 3))
+}
+
+
+@pytest.mark.parametrize(
+    "case", mark_slow(cover_pairs(ATTRIBUTES), lambda case: ATTRIBUTES[case][1] == "mlp")
+)
+def test_weights_equal_those_of_the_literal_replay(case: str) -> None:
+    name, model, accumulate = ATTRIBUTES[case]
     row = ROWS[name]
     method = resolve_method(row.method, row.args)
     for make_optimizer in row.optimizers:
@@ -583,6 +595,8 @@ def test_hogwild_without_mean_takes_the_delays_of_the_pipeline() -> None:
     ("spectrain", {"delay_compensation": DC}, "sgd", {"momentum": 0.9}, "itself a weight prediction"),
     (PB, {"delay_compensation": DC}, "sgd", {}, "{stash: true}"),
     ("pipedream", {"delay_compensation": DC, "weight_prediction": WPW}, "sgd", {}, "same delay"),
+    (PB, {"gap_aware": {"decay": 0.5}}, "sgd", {}, "method_args.gap_aware: with pipelined_backprop here the passes"),
+    ("pipedream", {"gap_aware": {"decay": 0.5}, "delay_compensation": DC}, "sgd", {}, "with delay_compensation: both"),
     ("pipedream", {"delay_compensation": DC, "split_backward": True}, "sgd", {}, "later updates"),
     ("gpipe", {"delay_compensation": DC}, "sgd", {}, "no gradient is stale"),
     (PB, {"weight_prediction": {"form": "optimizer", "scale": 1.0}}, "Muon", {}, "use form: difference"),

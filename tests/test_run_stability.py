@@ -18,11 +18,13 @@ from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.job.stability import explain_divergence, list_inapplicable
+from ipu_pipe.run.build import build
 from ipu_pipe.run.stability import analyze_job, measure_curvature
 from ipu_pipe.run.train import train
 from ipu_pipe.stability.advice import StageDynamics, compute_margins, describe_margins
 from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
+from ipu_pipe.update.rules import RULES, Rule
 from tests import forked
 from tests.support.flows import train_updates
 from tests.support.models import Composed
@@ -237,6 +239,38 @@ def test_the_emulator_diverges_above_the_predicted_rate(name: str) -> None:
         assert (max(losses[-third:]) > max(losses[third:-third])) == (factor > 1)
 
 
+@pytest.mark.parametrize("key", ["delay_compensation", "gap_aware", "error_feedback", "unknown"])
+def test_a_rule_that_the_theory_does_not_cover_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: limits with delay_compensation were printed, as if the rule was not there."""
+    job = make_one_direction_job(
+        0.1, method="pipedream", method_args={} if key == "unknown" else {key: {}}
+    )
+    if key == "unknown":  # a rule that is added to the table
+        rule = Rule(key, "", "", set_by=lambda *_: {}, gradient=lambda _, gradients: gradients)
+        monkeypatch.setitem(RULES, key, rule)
+    (fault,) = list_inapplicable(job)
+    assert fault.startswith(f"method_args.{key}: ")
+
+
+def test_the_prediction_by_the_optimizers_step_has_the_limit_of_that_by_velocity() -> None:
+    """Story: with SGD both train alike, but the limit of one was computed for differences of weights."""
+    limits = []
+    for form in ("optimizer", "velocity"):
+        args = {"weight_prediction": {"form": form}, "spike_compensation": {"scale": 2.0}}
+        job = make_one_direction_job(0.1, method="pipelined_backprop", method_args=args)
+        limits.append(analyze_job(job, curvature=3.0)["stages"])
+    assert limits[0] == limits[1]
+
+
+def test_a_diverged_run_of_single_stages_is_not_told_to_take_a_rule() -> None:
+    """Story: the error advised t1, which the method refuses."""
+    job = make_one_direction_job(0.1, method="randomized_pipedream")
+    assert "stage 0 tolerates" in explain_divergence(job, 9)
+    assert "t1" not in explain_divergence(job, 9)
+
+
 def test_each_stage_is_distinguished_by_its_delay_and_curvature() -> None:
     analysis = analyze_job(
         make_one_direction_job(0.1, method="pipelined_backprop"),
@@ -371,6 +405,7 @@ def test_a_run_that_diverged_is_not_called_stable(
     (["pb_3", "--set", "a=1"], "--set: "),
     ([DIGITS, "--set", "optimizer.name=adam", "optimizer.momentum=null"], "optimizer.name: adam: "),
     ([DIGITS, "--set", "method=local_greedy"], "method: local_greedy: trains each block by its own loss"),
+    ([DIGITS, "--set", "method=randomized_pipedream"], "method: randomized_pipedream: "),
     ([DIGITS, "--set", "method_args.hogwild={max: 9}"], "method_args.hogwild: delays are drawn"),
     ([DIGITS, "--curvature", "-1"], "-1: "),
     ([DIGITS, "--samples", "1000000"], "--samples: 1000000: "),

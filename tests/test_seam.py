@@ -99,6 +99,20 @@ def test_a_change_before_another_call_is_not_forgotten(act: str, call: str) -> N
     assert is_equal(train_by_pipeline(walk), train_plainly(walk))
 
 
+def check_walk_on_ranks(rank: int, folder: Path, walk: Walk) -> None:
+    assert is_equal(train_by_pipeline(walk, backend="distributed"), train_plainly(walk))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[needs_processes, pytest.mark.slow])])
+def test_weights_that_train_again_go_on_with_their_momentum(ranks: int, tmp_path: Path) -> None:
+    """Story: a weight that was frozen for a while began again with an empty state."""
+    walk = Walk("gpipe", {1: ["freeze"], 3: ["pipe.state_dict", "train again"]})
+    if ranks == 1:
+        assert is_equal(train_by_pipeline(walk), train_plainly(walk))
+    else:
+        run_in_group(ranks, check_walk_on_ranks, tmp_path, walk)
+
+
 def test_a_learning_rate_that_is_a_tensor_may_change_in_place() -> None:
     rate = torch.tensor(0.05, dtype=torch.float64)
     for method in ("gpipe", "pipedream"):

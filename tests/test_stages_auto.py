@@ -17,13 +17,14 @@ from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import FEW, count_units
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.plan.blocks import count_blocks
 from ipu_pipe.plan.candidates import list_layouts
 from ipu_pipe.plan.config_cut import choose_stages, make_candidate, make_problem, predict_config_cut
 from ipu_pipe.plan.prediction import Costing, UnitSums, predict_cut
 from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import resolve_method
+from ipu_pipe.text import format_estimate
 from models.mlp import mlp
 from tests.support.runs import list_faults
 
@@ -226,7 +227,7 @@ def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
         build(load_config("configs/mlp_digits.yaml", ["hardware=v100x8"]))
     ).prediction
     assert (
-        f"predicted {prediction.samples_per_second:.4g} samples/s" in output
+        f"predicted {format_estimate(prediction.samples_per_second, 2)} samples/s" in output
         and "predicted bottleneck: " in output
     )
     assert [line.split()[0] for line in table[1 : len(prediction.starts) + 1]] == [

@@ -4,14 +4,18 @@ with the reason."""
 from __future__ import annotations
 
 import copy
-from typing import Any, List, Tuple
+from pathlib import Path
+from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import cross_entropy
 
+import ipu_pipe
+from ipu_pipe.backends.processes.layout import require_separable
 from ipu_pipe.cut.cutting import cut_model
 from ipu_pipe.cut.verification import verify_pieces
 from ipu_pipe.model.stages import begin_stage, partition
@@ -21,7 +25,8 @@ from ipu_pipe.schedule.versions import VersionTable
 from tests.slot_simulation import PLAYED
 from tests.staged_models import TIED, TIES, draw_microbatches, join_stages, make_repeating_model
 from tests.support.models import Composed
-from tests.support.runs import list_faults
+from tests.support.processes import run_in_group
+from tests.support.runs import list_faults, needs_processes
 from tests.test_emulator_exact import (
     OPTIMIZERS,
     train_in_plain_loop,
@@ -133,9 +138,11 @@ def test_other_methods_refuse_a_shared_weight_with_reason_and_remedy(name: str) 
     )
     beginning = "stages: 1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight: both uses must be in one stage: "
     assert fault.startswith(f"{beginning}with {name} ")
-    assert fault.endswith(
+    remedies = (
         ": cut elsewhere, untie them, or use method naive, gpipe, pipedream_flush, pipedream_2bw"
     )
+    remedies += ", method_args: {tied: holder}" if METHODS[name].can_share_weights else ""
+    assert fault.endswith(remedies)
     reasons = {
         "local_sgd": "replicas step by themselves",
         "randomized_pipedream": "single stages step by themselves",
@@ -206,3 +213,125 @@ def test_the_pieces_self_check_adds_gradients_as_autograd_does() -> None:
         draw_microbatches(1, 16, torch.float32)[0][0],
     )
     verify_pieces(model, cut_model(model, ["4"], x), x)
+
+
+# ---- one weight of several stages of an asynchronous method: method_args {tied: holder}
+
+HOLDING: Dict[str, Dict[str, Any]] = {
+    "pipedream": {},
+    "pipelined_backprop": {"stash": True},
+    "pipemare": {"stash": True, "t1": {"anneal_updates": 20}},
+}
+
+
+def draw_tied_tokens(k: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randint(0, 11, (6, 4), generator=torch.Generator().manual_seed(k))
+    return x, (x * 3 + 1) % 11
+
+
+class TiedNet(nn.Module):
+    """An embedding, three layers, and a head that is the embedding; four stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x).transpose(1, 2)
+
+
+def make_tied_pipeline(method: str, **keys: Any) -> ipu_pipe.Pipeline:
+    torch.manual_seed(0)
+    net = TiedNet().double()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    stages = ["layers.0", "layers.1", "head"]
+    args = {"tied": "holder", **HOLDING[method]}
+    return ipu_pipe.Pipeline(
+        net, cross_entropy, sgd, method, stages=stages, microbatches=1, method_args=args, **keys
+    )
+
+
+def train_holding(method: str, **keys: Any) -> Dict[str, torch.Tensor]:
+    """Train with a drain in between, and return the weights."""
+    with make_tied_pipeline(method, **keys) as pipe:
+        for k in range(12):
+            pipe.step(*draw_tied_tokens(k))
+            if k == 7:
+                pipe.drain()
+        state = pipe.state_dict()
+    return dict(state.get("model", {}))
+
+
+@pytest.mark.parametrize("method", ["pipedream", "pipelined_backprop"])
+def test_a_tied_weight_has_the_version_of_its_first_stage_in_all_uses(method: str) -> None:
+    """By hand: each stage reads versions of its own, and the tied weight those of stage 0."""
+    pipe = make_tied_pipeline(method)
+    for k in range(12):
+        pipe.step(*draw_tied_tokens(k))
+    versions = pipe.versions.forward(0, 12)
+    pipe.drain()
+    torch.manual_seed(0)
+    net = TiedNet().double()
+    named = dict(net.named_parameters())
+    history = [{name: p.detach().clone() for name, p in named.items()}]
+    momenta = {name: torch.zeros_like(p) for name, p in named.items()}
+    for m in range(12):
+        for name, p in named.items():
+            stage = 0 if "layers" not in name else min(int(name.split(".")[1]) + 1, 2)
+            p.data = history[int(versions[stage, m])][name].clone()
+            p.grad = None
+        x, y = draw_tied_tokens(m)
+        cross_entropy(net(x), y).backward()
+        newest = {}
+        for name, p in named.items():
+            momenta[name] = 0.9 * momenta[name] + p.grad
+            newest[name] = history[-1][name] - 0.1 * momenta[name]
+        history.append(newest)
+    trained = dict(pipe.model.named_parameters())
+    assert int(versions[0, 11]) < int(versions[3, 11])
+    for name, value in history[-1].items():
+        assert float((trained[name] - value).abs().max()) < 1e-12, name
+
+
+def train_holding_on_ranks(rank: int, folder: Path) -> None:
+    for method in HOLDING:
+        weights = train_holding(method, backend="distributed", deadline=60)
+        if rank == 0:
+            torch.save(weights, folder / f"{method}.pt")
+
+
+@needs_processes
+@pytest.mark.slow
+def test_processes_hold_tied_weights_as_the_emulator(tmp_path: Path) -> None:
+    run_in_group(4, train_holding_on_ranks, tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for method in HOLDING:
+        expected = train_holding(method)
+        actual = torch.load(tmp_path / f"{method}.pt")
+        assert all(torch.equal(value, actual[name]) for name, value in expected.items()), method
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("method", ["pipemare", "spectrain", "local_greedy", "local_sgd"])
+def test_methods_whose_passes_read_several_versions_have_no_holder(method: str) -> None:
+    (fault,) = list_faults(resolve_method, method, {"tied": "holder"})
+    assert fault.startswith(f"method_args.tied: holder: with {method} ")
+
+
+def test_a_stage_copies_weights_of_one_holder_only() -> None:
+    net = TiedNet()
+    net.layers[2].weight = net.layers[0].weight
+    x = draw_tied_tokens(0)[0]
+    # the embedding and layers.0 are of two stages, the head and layers.2 of one
+    cut = cut_model(net, ["layers.0", "layers.2"], x)
+    method = resolve_method("pipedream", {"tied": "holder"})
+    effects = verify_pieces(net, cut, x)
+    (fault,) = list_faults(require_separable, net, method, cut, (0, 1, 2), effects)
+    assert fault.startswith("model: stage 2 uses weights that stages 0 and 1 hold")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.config.load import configure, load_config
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.store.checkpoint import delete_steps

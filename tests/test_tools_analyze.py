@@ -113,9 +113,10 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = write_run_folder(tmp_path / "one"), write_run_folder(tmp_path / "two", slow=10)
     output = run_analyze(capsys, one, "--against", two)
     lines = [" ".join(line.split()) for line in output.splitlines()]
-    # Two names, the settings, a head, span, bubble, two stages, a link and memory; the other figures are in the JSON.
-    assert len(lines) == 10 and "not known" in lines[2]
-    assert lines[8].startswith("link 0 -> 1, activations ") and lines[9].startswith(
+    # Two names, the settings, a head, bottleneck, span, bubble, two stages, a link and memory; the other figures are in the JSON.
+    assert len(lines) == 11 and "not known" in lines[2]
+    assert lines[4] == "bottleneck stage 1 on device 1 stage 1 on device 1"
+    assert lines[9].startswith("link 0 -> 1, activations ") and lines[10].startswith(
         "greatest memory peak "
     )
     assert (

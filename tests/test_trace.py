@@ -265,7 +265,7 @@ def test_devices_and_tracks_have_names(tmp_path: Path) -> None:
     ]
     assert [n for n in names if n[2] != "process_sort_index"] == [
         (0, 0, "process_name", "device 0"),
-        (0, 0, "thread_name", "compute, stage 0, 1"),
+        (0, 0, "thread_name", "compute, stages 0, 1"),
         (4, 4, "process_name", "device 4"),
         (4, 4, "thread_name", "compute, stage 2"),
         (4, 9, "thread_name", "communication"),
@@ -303,3 +303,13 @@ def test_a_merged_trace_is_modelled_if_a_part_is() -> None:
         "note 0",
         "note 1",
     )
+
+
+def test_passes_of_a_device_with_several_stages_are_named_by_them(tmp_path: Path) -> None:
+    """Story: a device with stages 0 and 3 showed two passes named F0."""
+    events = [
+        Event(stage, device, "forward", 0, 10 * stage, 10 * stage + 5, -1, None)
+        for stage, device in ((0, 0), (1, 1), (3, 0))
+    ]
+    trace.write_chrome(tmp_path / "t", events, [], {})
+    assert [r["name"] for r in list_records(tmp_path / "t", "X")] == ["F0@0", "F0", "F0@3"]

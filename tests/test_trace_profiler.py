@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
@@ -11,8 +12,10 @@ import pytest
 
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report.analysis.analyze import analyze
+from ipu_pipe.trace import json_records
 from ipu_pipe.trace.reading import read_trace
 from tests.support.runs import list_faults
+from tests.support.slow import mark_slow
 
 EPOCH = 1708722576381804  # microseconds since 1970
 
@@ -108,16 +111,57 @@ def test_records_without_a_usable_time_are_counted(name: str, tmp_path: Path) ->
     assert any(f"{count} of {8 + count} " in note and "not read" in note for note in notes)
 
 
-def test_overlaps_on_one_track_are_clipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "category, busy, note", [("cpu_op", 22, "1 of 4 records overlap"), ("kernel", 20, "1 of 4 records run over")]
+)  # fmt: skip
+def test_overlaps_on_one_track_are_clipped(
+    category: str, busy: int, note: str, tmp_path: Path
+) -> None:
+    """Operations of the host are nested; kernels of a stream follow one another, so that one which
+    runs over the next one's start is damaged."""
     records = [
-        x("a", 100, 10),
-        x("b", 105, 10),
-        x("inside", 101, 2),
-        x("other track", 112, 10, tid=8),
+        x("a", 100, 10, category),
+        x("b", 105, 10, category),
+        x("inside", 101, 2, category),
+        x("other track", 112, 10, category, tid=8),
     ]
     found = figures(write(tmp_path / "a.json", records))
-    assert found["devices"][0]["busy_ns"] == 22_000
-    assert any("1 of 4 records overlap" in note for note in found["notes"])
+    assert found["devices"][0]["busy_ns"] == busy * 1000
+    assert any(note in text for text in found["notes"])
+
+
+def test_a_damaged_duration_does_not_fill_the_trace(tmp_path: Path) -> None:
+    """Story: one kernel of 10 s among kernels of 6 us made a device busy all of the time."""
+    is_base_with_long = [{**e, "dur": 10_000_000} if i == 1 else e for i, e in enumerate(BASE)]
+    found = figures(write(tmp_path / "a.json", is_base_with_long))
+    assert found["devices"][0]["busy_ns"] == 24_000
+
+
+NAMES = [
+    "oneccl_allreduce_ring", "void ccl::allreduce_small<float>", "xccl:all_reduce", "hcom_allReduce__123", "HcclAllReduce",
+    "ncclDevKernel_AllReduce", "mscclpp_allreduce", "ucc:allreduce", "MPI_Allreduce",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_of_every_library_communicate(name: str, tmp_path: Path) -> None:
+    """Story: oneCCL's kernels counted as compute."""
+    found = figures(
+        write(tmp_path / "a.json", [x("gemm", 0, 6), x(name, 6, 3), x("occlusion", 9, 6)])
+    )
+    (device,) = found["devices"]
+    assert (device["busy_ns"], device["communication_ns"]) == (12_000, 3000)
+
+
+def test_devices_of_one_process_are_devices(tmp_path: Path) -> None:
+    """Story: two GPUs of a process were one device. One kernel on a third one is a touch."""
+    records = [x("gemm", 10 * i, 6, tid=7) for i in range(40)]
+    records += [{**x("gemm", 10 * i, 3, tid=7), "pid": 1} for i in range(40)]
+    records += [{**x("touch", 2, 1, tid=7), "pid": 2}]
+    found = figures(write(tmp_path / "a.json", records))
+    # the kernel on the third one is taken for the first one's, which computes at that time
+    assert [row["busy_ns"] for row in found["devices"]] == [240_000, 120_000]
+    assert any("several devices" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize("kind", ["mark", "control", "endless", "cut", "cut gz", "cut records"])
@@ -161,6 +205,76 @@ def test_memory_records_are_counters(tmp_path: Path) -> None:
     found = figures(write(tmp_path / "a.json", [x("op", 0, 40, "cpu_op"), *moments]))
     (row,) = found["memory"]
     assert (row["peak_bytes"], row["at_ns"]) == (4096, 20_000)
+
+
+def test_calls_inside_calls_are_one_message(tmp_path: Path) -> None:
+    """Story: a run of NCCL whose kernels were not recorded had each message three times."""
+    records = [
+        x("op", 0, 10, "cpu_op"),
+        x("c10d::send", 10, 6, "cpu_op"),
+        x("record_param_comms", 11, 4, "cpu_op", **{"Collective name": "send", "Dst Rank": "3"}),
+        x("nccl:send 0->3", 12, 20, "user_annotation", **{"Input Dims": [[5]], "Input type": ["float"]}),
+        x("another range", 0, 60, "user_annotation"),
+        x("op", 40, 10, "cpu_op"),
+    ]  # fmt: skip
+    trace = read_trace(write(tmp_path / "a.json", records))
+    (event,) = trace.events.select(trace.events.is_kind("send")).rows()
+    assert (event.peer, event.bytes, event.start_ns, event.end_ns) == (3, 20, 10_000, 32_000)
+
+
+def test_a_chakra_trace_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(
+        json.dumps({"schema": "1.1.1-chakra", "pid": 1, "nodes": [{"id": 1}]})
+    )
+    (fault,) = list_faults(read_trace, tmp_path / "a.json")
+    assert "Chakra" in fault and "torch.profiler" in fault
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 19, 64, 1 << 16])
+def test_pieces_of_any_size_are_the_same_text(piece: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """Names with ends of objects, keys around the records, and numbers that a piece divides."""
+    records = [
+        {**e, "args": {"x": [{"}": "},"}, {}], "y": i}, "name": "\u00e9}, {" * (i % 3)}
+        for i, e in enumerate(BASE)
+    ]
+    # each number is divided before and after its point and exponent by some size of pieces
+    numbers = {
+        f"n{i}" * i: number for i in range(1, 9) for number in [(12.5, 1e300, 1.5e-7)[i % 3]]
+    }
+    keys = {"before": {"a": [{}, {}]}, "number": 1234567, "text": "},]", **numbers}
+    text = json.dumps(
+        {**keys, "traceEvents": records, "after": [{"b": {}}, {}], "last": 12.5}, ensure_ascii=False
+    )
+    (tmp_path / "a.json").write_text(text)
+    monkeypatch.setattr(json_records, "PIECE", piece)
+    taken: List[Dict[str, Any]] = []
+    parsed = json_records.parse_records(tmp_path / "a.json", taken.append, 1 << 20)
+    assert taken == records and parsed.cut_at == -1
+    assert parsed.keys == {**keys, "after": [{"b": {}}, {}], "last": 12.5}
+
+
+BOMBS = {
+    "spaces": b'{"traceEvents": [' + b" " * (1 << 27),
+    "a text": b'{"traceEvents": [], "x": "' + b"x" * (1 << 24),
+    "a record": b'{"traceEvents": [{"ph": "X", "name": "' + b"x" * (1 << 24),
+    "a list": b'{"x": [' + b"[]," * (1 << 23),
+}
+
+
+@pytest.mark.parametrize("name", mark_slow(BOMBS, lambda name: name == "spaces"))
+def test_a_file_that_unpacks_to_much_takes_little_memory(
+    name: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Story: a file of 3 MB took 2.15 GB before it was refused."""
+    monkeypatch.setattr("ipu_pipe.trace.reading.MOST_TEXT", 1 << 26)
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(BOMBS[name], 1))
+    tracemalloc.start()
+    (fault,) = list_faults(read_trace, path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "MiB" in fault and fault.count(str(path)) == 1
+    assert peak < 300 << 20
 
 
 # ---- faults of a folder
@@ -371,3 +485,17 @@ def test_two_replicas_of_a_pipeline_are_told_apart(tmp_path: Path) -> None:
     assert [(row["index"], row["devices"]) for row in found["stages"]] == [(0, [0, 2]), (1, [1, 3])]
     assert {(row["src"], row["dst"]) for row in found["links"]} == {(0, 1), (1, 0), (2, 3), (3, 2)}
     assert any("inferred" in note for note in found["notes"])
+
+
+@pytest.mark.parametrize("suffix", ["json", "json.gz"])
+def test_a_long_file_says_how_far_it_is_read(suffix: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(json_records, "REPORTED", 1 << 18)
+    records = [x(f"gemm {i * 7919 % 9973}", 10 * i, 6) for i in range(6000)]
+    path = write(tmp_path / "a.json", records)
+    if suffix == "json.gz":
+        (tmp_path / "a.json.gz").write_bytes(gzip.compress(path.read_bytes()))
+    lines: List[str] = []
+    read_trace(tmp_path / f"a.{suffix}", (), lines.append)
+    shares = [int(line.split("% read")[0].rpartition(" ")[2]) for line in lines]
+    assert len(lines) == path.stat().st_size // (1 << 18) > 1
+    assert shares == sorted(shares) and 0 < shares[0] < shares[-1] <= 100

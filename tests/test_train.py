@@ -22,7 +22,8 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.model.timing import PassSeconds
-from ipu_pipe.pipeline.build import build, set_up
+from ipu_pipe.pipeline.build import set_up
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import evaluate_checkpoint, train
 from ipu_pipe.store import checkpoint
 from ipu_pipe.store.folder import RunFolder, check_folder
@@ -491,7 +492,7 @@ def test_several_settings_may_follow_one_flag(config_last: bool, run_train_tool:
 
 def test_the_readmes_example_runs() -> None:
     """The example once passed the run's folder as text, which failed."""
-    loop, model = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    model, loop = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     x = torch.randn(64, 64)
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(x, x[:, :10].argmax(1)), batch_size=8

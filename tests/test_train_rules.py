@@ -12,9 +12,9 @@ import pytest
 
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.report.run_text import format_plan
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.update.apply import FORWARD, PLAIN
 from tests.interrupted import interrupt_at
@@ -43,7 +43,8 @@ def list_row_settings(row: Row) -> List[str]:
 # a row for each kind of state: of an optimizer, a rule, a generator, a warm-up
 RESUMED = [
     "t1+t2+warmup", "recompute+t2", "hogwild", "delay+both", "prediction-2bw", "difference", "both", "shrinking",
-    "compensation-adaptive", "compensation-warmup", "prediction-optimizer+t1", "feedback-2bw", "feedback+t2", "spectrain-1f1b",
+    "compensation-adaptive", "compensation-warmup", "gap-warmup",
+    "prediction-optimizer+t1", "feedback-2bw", "feedback+t2", "spectrain-1f1b",
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from ipu_pipe.cut.verification import verify_pieces
 from ipu_pipe.local.blocks import verify_losses
 from ipu_pipe.model.observation import observe_training
 from ipu_pipe.model.stages import make_footprint, partition
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from tests.support.models import Composed
 from tests.support.runs import list_faults
 
@@ -252,7 +252,7 @@ def test_processes_refuse_a_loss_that_reads_an_earlier_stage_and_the_advice_work
     (fault,) = list_faults(
         verify_loss, model, lambda h, y: F.cross_entropy(model.head(h), y) + penalize(model)
     )
-    assert fault.startswith("loss: reads parameters of stage 0 (a.weight)")
+    assert fault.startswith("loss: reads a.weight of the model")
     advised = make_model(run_with_penalty)
     pieces = cut_model(advised, ["b"], X.double())
     verify_pieces(advised, pieces, X.double())
@@ -281,14 +281,12 @@ def make_arguments(method: str, **keys: Any) -> Dict[str, Any]:
 def test_blocks_refuse_it() -> None:
     """The first block's loss would train a weight of the last block."""
     (fault,) = list_faults(build, **make_arguments("local_greedy"))
-    assert fault.startswith(
-        "loss: reads parameters of stage 1 (head.weight, head.bias), but block 0 "
-    )
+    assert fault.startswith("loss: reads head.weight, head.bias of the model, but block 0 ")
 
 
 def test_ipus_refuse_it(poptorch: Any) -> None:
     keys = {"backend": {"name": "poptorch", "ipu": {}}, "gradient_accumulation": 4}
     (fault,) = list_faults(build, **make_arguments("gpipe", **keys))
     assert fault.startswith(
-        "loss: reads parameters (head.weight, head.bias), but PopTorch compiles"
+        "loss: reads head.weight, head.bias of the model, but PopTorch compiles"
     )

@@ -15,7 +15,7 @@ import torch
 
 import ipu_pipe
 from ipu_pipe.backends.ranks import read_torch_version
-from ipu_pipe.cli import analyze, collect, export, fetch_data, plan, schedule, train
+from ipu_pipe.cli import analyze, collect, compare, export, fetch_data, plan, schedule, train
 from ipu_pipe.errors import BadInput, run_command, summarize
 from ipu_pipe.files import open_file, parse_path, read_file
 from ipu_pipe.model.batch import get_first_tensor
@@ -310,6 +310,7 @@ PYTHON: Dict[str, Callable[[], Any]] = {
     ),
     "--root": lambda: fetch_data.main(["mnist", "--root", NUL]),
     "collect": lambda: collect.main([DIGITS, "--out", NUL]),
+    "compare": lambda: compare.main([DIGITS, "--out", NUL]),
 }
 
 

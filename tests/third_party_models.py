@@ -146,6 +146,20 @@ def make_gpt2(**settings: Any) -> nn.Module:
     return LogitsModel(transformers.GPT2LMHeadModel(config))
 
 
+def make_llama() -> nn.Module:
+    """Return a Llama whose embedding and head are separate weights."""
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(
+        **sizes,
+        vocab_size=WORDS,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return LogitsModel(transformers.LlamaForCausalLM(config))
+
+
 def make_words(classes: bool) -> TensorData:
     """Return random words; the labels are the next words, or one of `CLASSES` classes per
     sample."""

@@ -8,7 +8,7 @@ and return scores (b, words, 8), or (b, 5) for a text; those with an encoder and
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, NamedTuple, Optional
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -21,18 +21,33 @@ from tests.vision_libraries import timm, torchvision
 CLASSES, WORDS, LENGTH, SAMPLES = 5, 48, 8, 16
 
 
-class ZooModel(NamedTuple):
-    """A row: how to build a model, the `family` of its inputs, and the `size` of its images."""
-
-    build: Callable[[], nn.Module]
-    family: str = "images"
-    size: int = 32
-
-
 def take_scores(output: Any) -> torch.Tensor:
     """Return the scores of a model's output: (b, classes) or (b, words, length)."""
     scores: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
     return scores.transpose(1, 2) if scores.dim() == 3 else scores
+
+
+def take_scores_and_router_loss(output: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores (b, words, length), and the load balancing loss of all layers' routers."""
+    return take_scores(output), output.aux_loss
+
+
+def add_router_loss(outputs: Tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy plus a share of the routers' loss."""
+    scores, router_loss = outputs
+    return nn.functional.cross_entropy(scores, y) + 0.02 * router_loss
+
+
+class ZooModel(NamedTuple):
+    """A row: how to build a model, the `family` of its inputs, and the `size` of its images.
+    `output` takes what the `loss` gets of the model's output.
+    """
+
+    build: Callable[[], nn.Module]
+    family: str = "images"
+    size: int = 32
+    output: Callable[[Any], Any] = take_scores
+    loss: Callable[..., torch.Tensor] = nn.functional.cross_entropy
 
 
 def make_zoo_source(model: ZooModel) -> DataSource:
@@ -294,8 +309,10 @@ def _make_transformers_row(
         else:
             settings = {"tie_word_embeddings": False, **settings, "use_cache": False}
         name = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}For{head}"
+        # Gemma3Config is that of its model of texts and images
+        config_name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
         model: nn.Module = getattr(transformers, name)(
-            getattr(transformers, f"{prefix}Config")(**settings)
+            getattr(transformers, config_name)(**settings)
         )
         return model
 
@@ -323,6 +340,10 @@ TRANSFORMERS: Dict[str, ZooModel] = {
     "convnext": _make_image_row("ConvNext", config={"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}),
     "deberta_v2": _make_text_row("DebertaV2", config=_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"],
                          position_buckets=8),
+    "deepseek_v3": _make_causal_row("DeepseekV3", config={**_MOE, "num_key_value_heads": 2}, n_routed_experts=4,
+                       n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8,
+                       qk_nope_head_dim=8,
+                       qk_rope_head_dim=8, v_head_dim=8),
     "deit": _make_image_row("DeiT", config=_IMAGE),
     "dinov2": _make_image_row("Dinov2", config=_IMAGE),
     "distilbert": _make_text_row("DistilBert", vocab_size=WORDS, dim=16, n_layers=4, n_heads=2, hidden_dim=32,
@@ -331,16 +352,24 @@ TRANSFORMERS: Dict[str, ZooModel] = {
     "falcon": _make_causal_row("Falcon", config={**_BERT, "num_kv_heads": 2}),
     "gemma": _make_causal_row("Gemma", config=_LLAMA, **_HEAD),
     "gemma2": _make_causal_row("Gemma2", config=_LLAMA, **_HEAD),
+    "gemma3": _make_causal_row("Gemma3", config=_LLAMA, **_HEAD, sliding_window=4,
+                   layer_types=["sliding_attention", "full_attention"] * 2),
     "gpt2": _make_causal_row("GPT2", config=_GPT),
     "gpt2_tied": _make_causal_row("GPT2", config={**_GPT, **_TIED}),
     "gpt_neo": _make_causal_row("GPTNeo", config=_BERT, num_layers=4, num_heads=2, attention_types=[[["global", "local"], 2]],
                        window_size=4),
     "gpt_neox": _make_causal_row("GPTNeoX", config=_BERT),
+    "gpt_oss": _make_causal_row("GptOss", config=_MOE, **_HEAD, sliding_window=4),
     "gptj": _make_causal_row("GPTJ", config={**_GPT, "rotary_dim": 4}),
     "llama": _make_causal_row("Llama", config=_LLAMA),
     "llama_tied": _make_causal_row("Llama", config={**_LLAMA, **_TIED}),
+    "mamba2": _make_causal_row("Mamba2", config=_TOKENS, vocab_size=WORDS, hidden_size=16, num_hidden_layers=4, state_size=8,
+                   num_heads=4, head_dim=8, expand=2, n_groups=1, chunk_size=4),
     "mistral": _make_causal_row("Mistral", config=_LLAMA, sliding_window=4),
     "mixtral": _make_causal_row("Mixtral", config=_MOE),
+    "mixtral_router": _make_causal_row("Mixtral", config=_MOE, output_router_logits=True)._replace(
+        output=take_scores_and_router_loss, loss=add_router_loss
+    ),
     "mobilebert": _make_text_row("MobileBert", config=_BERT, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
     "mpnet": _make_text_row("MPNet", config=_BERT),
     "olmo2": _make_causal_row("Olmo2", config=_LLAMA),
@@ -350,6 +379,9 @@ TRANSFORMERS: Dict[str, ZooModel] = {
     "qwen2": _make_causal_row("Qwen2", config=_LLAMA),
     "qwen3": _make_causal_row("Qwen3", config=_LLAMA, **_HEAD),
     "qwen3_moe": _make_causal_row("Qwen3Moe", config=_MOE, **_HEAD),
+    "qwen3_next": _make_causal_row("Qwen3Next", config=_MOE, **_HEAD, shared_expert_intermediate_size=16,
+                       linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+                       layer_types=["linear_attention", "full_attention"] * 2),
     "roberta": _make_text_row("Roberta", config=_BERT),
     "swin": _make_image_row("Swin", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),
     "t5": _make_pair_row("T5", config=_T5),

@@ -51,7 +51,7 @@ def main():
         version = run_installed(COMMAND, "--version")
         assert version == run_installed(sys.executable, "-m", "ipu_pipe", "--version"), version
         commands = (
-            "train", "schedule", "plan", "collect", "analyze", "stability", "fetch-data", "measure-hardware",
+            "train", "schedule", "plan", "compare", "collect", "analyze", "stability", "fetch-data", "measure-hardware",
             "completion", "export",
         )  # fmt: skip
         for command in commands:

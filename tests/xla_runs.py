@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 import ipu_pipe
 from ipu_pipe.config.load import load_config
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.run import train as run
+from ipu_pipe.run.build import build
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 from models.resnet import preact_resnet20
 from models.transformer import transformer_lm
@@ -81,7 +81,7 @@ def train(settings: List[str], *others: str) -> Tuple[Any, Any, List[float]]:
     return first, state, [result.loss for _, result in results]
 
 
-def measure_distance(a: Dict[str, Any], b: Dict[str, Any]) -> float:
+def measure_state_distance(a: Dict[str, Any], b: Dict[str, Any]) -> float:
     """Return the greatest difference of two states' tensors; infinity if their names differ."""
     if a.keys() != b.keys():
         return float("inf")
@@ -110,7 +110,7 @@ def _compare(settings: List[str], *others: str) -> Tuple[Dict[str, Any], Any]:
     distances = {
         "weights": difference / movement,
         "losses": max(abs(a - b) for a, b in zip(losses, xla_losses)),
-        "optimizer": measure_distance(expected.optimizer, state.optimizer),
+        "optimizer": measure_state_distance(expected.optimizer, state.optimizer),
     }
     return distances, state
 
@@ -210,8 +210,12 @@ def _resume(settings: List[str], first: List[str], then: List[str]) -> Dict[str,
         a = read_state(Path(name) / "whole")
         b = read_state(cut)
         losses = [read_column(path, "train_loss") for path in (Path(name) / "whole", cut)]
-        middle = measure_distance(a, read_state(cut, STEPS // 2))
-    return {"state": measure_distance(a, b), "losses": losses[0] == losses[1], "moved": middle}
+        middle = measure_state_distance(a, read_state(cut, STEPS // 2))
+    return {
+        "state": measure_state_distance(a, b),
+        "losses": losses[0] == losses[1],
+        "moved": middle,
+    }
 
 
 def resume(settings: List[str]) -> Dict[str, Any]:
@@ -244,7 +248,9 @@ def _move(settings: List[str], on_xla: List[str]) -> Dict[str, Any]:
     for name, (first, then) in {"to_emulator": (on_xla, []), "to_xla": ([], on_xla)}.items():
         with tempfile.TemporaryDirectory() as folder:
             cut = train_cut_run(settings, Path(folder), first, then)
-            results[name] = measure_distance(read_state(Path(folder) / "whole"), read_state(cut))
+            results[name] = measure_state_distance(
+                read_state(Path(folder) / "whole"), read_state(cut)
+            )
     return results
 
 
@@ -307,6 +313,67 @@ def _list_loops() -> Iterator[Tuple[str, Loop]]:
 LOOPS = dict(_list_loops())
 
 
+WORDS, CLASSES = 50, 5
+
+
+class Lstm(torch.nn.Module):
+    """Classify words by an LSTM of two layers in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(WORDS, 8)
+        self.lstm = torch.nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True)
+        self.head = torch.nn.Linear(16, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scores of the last word."""
+        scores: torch.Tensor = self.head(self.lstm(self.words(x))[0][:, -1])
+        return scores
+
+
+def _draw_text() -> Tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, WORDS, (8, 8)), torch.randint(0, WORDS, (8, 8))
+
+
+def _draw_classes() -> Tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, WORDS, (8, 8)), torch.randint(0, CLASSES, (8,))
+
+
+def _draw_photos() -> Tuple[torch.Tensor, torch.Tensor]:
+    # BatchNorm of fewer samples than eight at 1 x 1 pixel is ill-conditioned
+    return torch.randn(32, 3, 32, 32, dtype=torch.float64), torch.randint(0, CLASSES, (32,))
+
+
+def _make_third_party(name: str, **settings: float) -> torch.nn.Module:
+    # the libraries take seconds to import
+    from tests import third_party_models
+
+    model: torch.nn.Module = getattr(third_party_models, f"make_{name}")(**settings)
+    return model
+
+
+def _make_gpt2() -> torch.nn.Module:
+    # its attention draws with torch's function, not with a module
+    return _make_third_party("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+EVERYDAY: Dict[str, Loop] = {
+    f"{name}_{method}": Loop(
+        make,
+        draw,
+        _make_sgd,
+        {"backend_args": {}, "stages": 3, "microbatches": 4, "method": method},
+    )
+    for name, make, draw in [
+        ("gpt2", _make_gpt2, _draw_text),
+        ("llama", lambda: _make_third_party("llama"), _draw_text),
+        ("lstm", Lstm, _draw_classes),
+        ("timm_resnet", lambda: _make_third_party("timm_resnet"), _draw_photos),
+    ]
+    for method in ("gpipe", "pipedream", "pipedream_2bw")
+}
+
+
 def train_loop(loop: Loop, backend: str) -> Tuple[Dict[str, Any], Dict[str, Any], List[float]]:
     """Train in a loop of one's own; return the first state, the last one and the losses."""
     torch.manual_seed(0)
@@ -339,6 +406,11 @@ def compare_loop(loop: Loop) -> Dict[str, Any]:
     }
 
 
+def compare_everyday(loop: Loop) -> Dict[str, Any]:
+    """Compare a loop of another library's model."""
+    return compare_loop(loop)
+
+
 # work -> the table of its cases
 WORK: Dict[Callable[..., Dict[str, Any]], Dict[str, Any]] = {
     **dict.fromkeys((compare_short, compare, compare_float32), CASES),
@@ -346,6 +418,7 @@ WORK: Dict[Callable[..., Dict[str, Any]], Dict[str, Any]] = {
     **dict.fromkeys((resume, resume_on_one, move), CASES),
     **dict.fromkeys((compare_slots, drain_slots, resume_slots, move_slots), SLOT_CASES),
     compare_loop: LOOPS,
+    compare_everyday: EVERYDAY,
 }
 
 if __name__ == "__main__":

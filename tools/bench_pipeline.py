@@ -381,8 +381,8 @@ def _make_engine_step(case: Case) -> Callable[[], Any]:
 
     from ipu_pipe.backends.table import launch
     from ipu_pipe.config.load import configure
-    from ipu_pipe.pipeline.build import build
     from ipu_pipe.pipeline.flow import Flow
+    from ipu_pipe.run.build import build
 
     # the model's seed makes the data alike on both ranks
     model = _make_model(case)

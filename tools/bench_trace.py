@@ -137,8 +137,8 @@ def _run_rank(rank: int, port: int, folder: str, model: str, turns: int, updates
     from ipu_pipe.backends.table import launch
     from ipu_pipe.config.load import configure
     from ipu_pipe.data import TensorData
-    from ipu_pipe.pipeline.build import build
     from ipu_pipe.pipeline.flow import Flow
+    from ipu_pipe.run.build import build
     from ipu_pipe.trace.store import read_store
 
     torch.set_num_threads(1)

@@ -223,14 +223,14 @@ def _prepare(name: str) -> Tuple[Any, Dict[str, Any]]:
     """Build the model, and the other arguments of `train` and `build`."""
     import torch
 
-    from tests.third_party_zoo import MODELS, make_zoo_source, take_scores
+    from tests.third_party_zoo import MODELS, make_zoo_source
 
     torch.manual_seed(0)
     case = MODELS[name]
     return case.build(), {
         "data": make_zoo_source(case),
-        "loss": torch.nn.functional.cross_entropy,
-        "output": take_scores,
+        "loss": case.loss,
+        "output": case.output,
     }
 
 
@@ -347,8 +347,7 @@ def _train_plainly(name: str, method: str, stages: Any) -> Dict[str, Any]:
     from torch.func import functional_call
 
     from ipu_pipe.model.randomness import KeyedRandomness
-    from ipu_pipe.pipeline.build import build
-    from tests.third_party_zoo import take_scores
+    from ipu_pipe.run.build import build
 
     model, arguments = _prepare(name)
     job = build(_make_config(method, stages, "emulator"), model, **arguments)
@@ -370,7 +369,7 @@ def _train_plainly(name: str, method: str, stages: Any) -> Dict[str, Any]:
                 () if isinstance(x, dict) else (x,),
                 x if isinstance(x, dict) else {},
             )
-        loss = torch.nn.functional.cross_entropy(take_scores(output), y) / ACCUMULATE
+        loss = arguments["loss"](arguments["output"](output), y) / ACCUMULATE
         for name, weight in weights.items():
             weight.data.copy_(history[backward[stage_of[name]]][name])
         with draws.backward(m):

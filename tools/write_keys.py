@@ -1,5 +1,5 @@
-"""Write docs/reference/keys.md, the page of all keys of a config, from the schema:
-`python tools/write_keys.py`.
+"""Write docs/reference/keys.md, the page of all keys of a config, from the schema, and the table of
+docs/reference/unsupported.md from that of the backends' features: `python tools/write_keys.py`.
 
 Types and defaults come from the fields, meanings from the docstrings, allowed values from the error
 message of a wrong value, and examples from the configs of this repository.
@@ -21,6 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from pydantic import BaseModel, ValidationError  # noqa: E402
 
+from ipu_pipe.backends.features import FEATURES  # noqa: E402
+from ipu_pipe.backends.table import BACKENDS  # noqa: E402
 from ipu_pipe.config.faults import WRITTEN, format_faults  # noqa: E402
 from ipu_pipe.config.load import configure, parse_yaml  # noqa: E402
 from ipu_pipe.config.schema import Config, import_outer  # noqa: E402
@@ -29,8 +31,13 @@ from ipu_pipe.errors import BadInput  # noqa: E402
 from ipu_pipe.refusals import Language  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "keys.md"
+UNSUPPORTED = ROOT / "docs" / "reference" / "unsupported.md"
+# the columns of its table
+TITLES = {"emulator": "emulator", "distributed": "processes", "poptorch": "IPUs", "xla": "xla"}
 # the value of a key that has a table of its own
 SECTION = "section"
+# docs/reference/ipu.md has the keys of this section
+DESCRIBED_ELSEWHERE = "backend.ipu"
 # a longer value is not an example of one line
 LONGEST_EXAMPLE = 60
 
@@ -55,7 +62,7 @@ TYPE_ERRORS = (
 # limits of a number in a JSON schema
 LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 WORDS = {
-    int: "whole number",
+    int: "integer",
     float: "number",
     bool: "true, false",
     str: "text",
@@ -94,15 +101,22 @@ def collect_sections() -> Dict[Type[BaseModel], List[str]]:
 
 def list_keys(section: Type[BaseModel], place: str) -> List[Key]:
     """List the rows of a section, which is at `place` in a config."""
-    _, meanings = split_docstring(section)
+    description, meanings = split_docstring(section)
+    shared = re.findall(r"`(\w+)`", "".join(description.rpartition(" are as in ")[:2]))
     rows = []
     for name, field in section.model_fields.items():
         if name in WRITTEN:
             continue
         default = _format_default(field)
         value = _describe_value(section, name)
-        example = "" if value == SECTION else _find_example(f"{place}.{name}".lstrip("."), default)
-        rows.append(Key(name, value, default, meanings.get(name, ""), example))
+        if default == "null":
+            value = re.sub(" or null$", "", value)
+        example = ""
+        if value != SECTION:
+            example = _find_example(f"{place}.{name}".lstrip("."), default, value)
+        # the keys that a section shares with another one have a row there
+        if name in meanings or name not in shared:
+            rows.append(Key(name, value, default, meanings.get(name, ""), example))
     return rows
 
 
@@ -153,13 +167,15 @@ def format_page() -> str:
     lines = [
         "# Keys of a config",
         "",
-        "How to use a config: [configuration](../configuration.md). Examples are from `configs/`. "
-        "This page is generated from the",
-        "schema by `python tools/write_keys.py`; do not edit it.",
+        "How to use a config: [configuration](../configuration.md). Examples are from `configs/`. A "
+        "key whose default is null may be null.",
+        "",
+        "This page is generated from the schema by `python tools/write_keys.py`; do not edit it.",
         "",
     ]
     for section, places in collect_sections().items():
-        lines += format_section(section, places)
+        if not places[0].startswith(f"{DESCRIBED_ELSEWHERE}."):
+            lines += format_section(section, places)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -168,23 +184,27 @@ def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
     keys.
     """
     description, meanings = split_docstring(section)
-    rows = list_keys(section, places[0])
+    rows = [
+        row._replace(meaning=_link_pages(row.meaning) + f" (`{row.example}`)" * bool(row.example))
+        for row in list_keys(section, places[0])
+    ]
     # a column without any entry is left out
-    columns = [name for name in Key._fields if any(getattr(row, name) for row in rows)]
+    columns = [name for name in Key._fields[:-1] if any(getattr(row, name) for row in rows)]
     lines = [f"## {place or 'A config'}" for place in places]
     if description:
         lines += ["", _link_pages(description)]
+    # a rule may have no settings
+    if places == [DESCRIBED_ELSEWHERE] or not rows:
+        return [*lines, ""]
     lines += ["", f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for row in rows:
         name = f"`{row.key}`"
         if row.value == SECTION:
-            anchor = re.sub("[^a-z0-9_]", "", f"{places[0]}{row.key}")
+            anchor = re.sub("[^a-z0-9_]", "", f"{places[0]}{row.key}".lower())
             name = f"[{name}](#{anchor})"
         cells = row._replace(
             key=name,
             default=f"`{row.default}`" if row.default else "",
-            meaning=_link_pages(row.meaning),
-            example=f"`{row.example}`" if row.example else "",
         )
         texts = [getattr(cells, column).replace("|", "\\|") for column in columns]
         lines.append(f"| {' | '.join(texts)} |")
@@ -211,12 +231,14 @@ def _walk(place: str, value: Any) -> Iterator[Tuple[str, Any]]:
             yield from _walk(f"{place}.{key}".lstrip("."), inner)
 
 
-def _find_example(place: str, default: str) -> str:
-    """Return the shortest value of a key in the repository's configs that is not its default, as
-    JSON; '' for none.
+def _find_example(place: str, default: str, value: str) -> str:
+    """Return the shortest text, list or mapping that the repository's configs give a key, as JSON;
+    '' for none. The column of values shows numbers and choices.
     """
     examples = [
-        text for text in _collect_examples().get(place, []) if text not in (default, "null", "{}")
+        text
+        for text in _collect_examples().get(place, [])
+        if text[0] in '"[{' and text not in (default, "{}") and text.strip('"') not in value
     ]
     best = min(examples, key=lambda text: (len(text), text), default="")
     return best if len(best) <= LONGEST_EXAMPLE else ""
@@ -280,7 +302,7 @@ def _describe_bounds(section: Type[BaseModel], name: str) -> str:
         return ""
     texts = []
     for form in forms:
-        prefix = "a list, each " if "items" in form else ""
+        prefix = "list, each " if "items" in form else ""
         form = form.get("items", form)
         least = [
             f"{sign} {form[key]:g}"
@@ -295,7 +317,7 @@ def _describe_bounds(section: Type[BaseModel], name: str) -> str:
         if least:
             most = most if form.get("maximum", 0) <= 1000 else []
             texts.append(
-                f"{prefix}a {'whole ' * (form.get('type') == 'integer')}number "
+                f"{prefix}{'integer' if form.get('type') == 'integer' else 'number'} "
                 f"{' and '.join([*least, *most])}"
             )
     return texts[0] if texts else ""
@@ -307,5 +329,23 @@ def _find_sections(annotation: Any) -> Tuple[Type[BaseModel], ...]:
     return tuple(t for t in types if inspect.isclass(t) and issubclass(t, BaseModel))
 
 
+def format_features() -> str:
+    """Return the table of the features that a backend lacks, and why."""
+    titles = [TITLES[name] for name in BACKENDS]
+    rows = [["feature", *titles], ["---"] * (1 + len(titles))]
+    for feature in FEATURES:
+        reasons = [Language.CONFIG.say(feature.lacking.get(name, "")) for name in BACKENDS]
+        rows.append([feature.name, *reasons])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def write_features() -> None:
+    """Write the table into its section of the page."""
+    before, rest = UNSUPPORTED.read_text(encoding="utf-8").split("| feature | ", 1)
+    after = rest.split("\n\n", 1)[1]
+    UNSUPPORTED.write_text(f"{before}{format_features()}\n{after}", encoding="utf-8")
+
+
 if __name__ == "__main__":
+    write_features()
     PAGE.write_text(format_page(), encoding="utf-8")

@@ -39,7 +39,8 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(
             File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8"))
         )
-    files.append(File.generated(config, "site.css", abs_src_path=str(HERE / "site.css")))
+    for name in ("site.css", "iframe-worker.js"):
+        files.append(File.generated(config, name, abs_src_path=str(HERE / name)))
     text_by_page = {"api": api(), "commands": commands()}
     for name, text in text_by_page.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))

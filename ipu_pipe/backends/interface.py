@@ -10,7 +10,16 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Callable, ContextManager, Mapping, NamedTuple, Sequence
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    ContextManager,
+    Iterator,
+    Mapping,
+    NamedTuple,
+    Sequence,
+)
 
 import torch
 from torch import nn
@@ -28,12 +37,14 @@ from ipu_pipe.job.factories import Placed
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.precision import export_loss
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import Counters, Events
+from ipu_pipe.update.optimizer import export_state
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,11 @@ class Engine:
         """The number of the next update."""
         raise NotImplementedError
 
+    @property
+    def stale_values(self) -> Collection[str]:
+        """Return the names of the values that forwards change, if the host has old ones."""
+        return ()
+
     def give(self, k: int, cut: float) -> None:
         """Run the actions of slots before `cut`; the batches of the updates up to k are at hand.
 
@@ -193,6 +209,7 @@ class Engine:
     def _note_gradients(self, k: int, stages: Sequence[int]) -> None:
         """Copy the gradients of update k of these stages."""
         trained = [item for s in sorted(stages) for item in self.run.list_trained(s).items()]
+        # cloned, because cpu() returns a tensor that is there already as it is
         self._gradients[k] = {
             name: p.grad.detach().cpu().clone() for name, p in trained if p.grad is not None
         }
@@ -207,9 +224,9 @@ class Engine:
         """
         return self._gradients.pop(k, {})
 
-    def hold_whole_model(self, everywhere: bool = True) -> ContextManager[None]:
+    def hold_whole_model(self, everywhere: bool = True) -> ContextManager[nn.Module | None]:
         """Hold the whole model with the newest weights inside the context, in every process or in
-        the main one only.
+        the main one only. Yield a copy of it if the caller has sharded the model itself.
 
         Every process enters it; the pipeline must be empty.
         """
@@ -229,7 +246,13 @@ class Engine:
 
     def collect_state(self) -> CheckpointState | None:
         """Return the state for a checkpoint on the main process, None on others."""
-        raise NotImplementedError
+        run = self.run
+        # a checkpoint has the exact weights, not the rounded ones
+        with self.hold_whole_model(), run.precision.put_masters_in_place():
+            model = run.model.state_dict()
+        return CheckpointState(
+            model, *export_state(run.optimizer, self.names), export_loss(run.loss)
+        )
 
     def collect_part(self, every_replica: bool = False) -> CheckpointState:
         """Return this process's part of the state for a checkpoint; called on every process.
@@ -278,6 +301,43 @@ class Engine:
             blocks.unfreeze()
 
 
+class HostModelEngine(Engine):
+    """An engine whose devices hold the newest weights.
+
+    The host's model and optimizer get them when somebody looks, for an evaluation, a checkpoint, a
+    prediction and at the end, and have them until the next update, which sets `newest_model` to
+    None.
+    """
+
+    leaves_weights_stale = True
+
+    def copy_to_host(self) -> None:
+        """Copy the newest weights and the optimizer's state from the devices to the host."""
+        raise NotImplementedError
+
+    def update_host(self) -> None:
+        """Let the host's model have the newest weights; do nothing if it has them."""
+        if self.newest_model is None:
+            self.copy_to_host()
+            self.newest_model = self.run.model
+
+    def load_weights(self, load: Callable[[], None]) -> None:
+        self.update_host()
+        load()
+
+    @contextlib.contextmanager
+    def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
+        self.update_host()
+        yield
+
+    def keep_newest(self) -> None:
+        self.update_host()
+
+    def close(self) -> None:
+        self.update_host()
+        self.release_blocks()
+
+
 class Backend(NamedTuple):
     """The functions of a backend, one row of the table of backends.
 
@@ -288,7 +348,8 @@ class Backend(NamedTuple):
     `launch(config, asked)` joins the run's other processes, or raises `BadInput` if the launcher
     does not fit, or if they were started with other options. `describe` returns a line on how the
     stages will run, '' if there is nothing to say. `count_in_flight` returns the most microbatches
-    that each stage holds, (P,), if the backend has a pipeline of its own, else None. What the
+    that each stage holds, (P,), if the backend has a pipeline of its own, else None. `predict_refusals`
+    returns what the backend's own compiler would refuse later, one line each. What the
     backend supports is its row in `ipu_pipe.config.backend_facts`.
     """
 
@@ -299,6 +360,7 @@ class Backend(NamedTuple):
     launch: Callable[[Config, Mapping[str, object]], None] = lambda config, asked: None
     describe: Callable[[Job], str] = lambda job: ""
     count_in_flight: Callable[[Job], IntArray | None] = lambda job: None
+    predict_refusals: Callable[[Job], list[str]] = lambda job: []
 
 
 # the prefix of the entries of an optimizer's state that only PopTorch can load

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator, Sequence, TypeVar
 import torch
 import torch.distributed as dist
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.processes.lost_ranks import (
     ANSWER,
     LostRank,
@@ -44,18 +45,23 @@ def are_joined() -> bool:
 
 
 def run_on_main(work: Callable[[], Result]) -> Result:
-    """Call `work` on rank 0 alone. Return its result, or raise its `BadInput`, on every rank."""
+    """Call `work` on the first rank alone. Return its result, or raise its `BadInput`, on every rank."""
     if not are_joined():
         return work()
     outcome: list[Any] = [None]
-    if dist.get_rank() == 0:
+    is_first = world.get_rank() == 0
+    if is_first and world.get_replica() == 0:
         try:
             outcome = [(work(), [])]
         except BadInput as error:
+            # the other ranks wait in the broadcast below, so the fault travels with it
             outcome = [(None, error.lines)]
     # rank 0 waits for the others
-    with report_lost_rank([0] if dist.get_rank() else None):
-        dist.broadcast_object_list(outcome, src=0)
+    with report_lost_rank(None if is_first else [world.name_rank(0)]):
+        # columns that are replicas of one another must decide alike
+        if is_first:
+            world.broadcast_from_first_column(outcome)
+        world.broadcast_object_list(outcome, source=0)
     result, faults = outcome[0]
     if faults:
         raise BadInput(faults)
@@ -67,13 +73,39 @@ def report_lost_rank(ranks: Sequence[int] | None = None) -> Iterator[None]:
     """Raise `RunFault` instead of torch.distributed's error when another process has ended or does
     not answer.
 
-    `ranks`: the ranks that this process waits for (default: all others).
+    `ranks`: the global ranks that this process waits for (default: all others of its pipeline).
     """
     try:
         with detect_lost_rank(ranks):
             yield
     except LostRank as error:
         raise RunFault(f"rank {dist.get_rank()}: {error}") from error
+
+
+def gather_by_rank(value: Any) -> dict[int, Any]:
+    """Return the values of the pipeline's ranks, and of those that hold the same stages in other
+    columns, by their global rank, on each of them.
+    """
+    group = world.get_data_group()
+    columns = {dist.get_rank(): value} if group is None else gather_over(group, value)
+    return {rank: one for ranks in gather_objects(columns) for rank, one in ranks.items()}
+
+
+def gather_over(group: Any, value: Any) -> dict[int, Any]:
+    """Return the values of the ranks of a process group by their global rank, on each of them."""
+    ranks = world.list_global_ranks(group)
+    values: list[Any] = [None] * len(ranks)
+    with report_lost_rank(ranks):
+        dist.all_gather_object(values, value, group=group)
+    return dict(zip(ranks, values))
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return every rank's value on every rank."""
+    values: list[Any] = [None] * world.get_world_size()
+    with report_lost_rank():
+        world.all_gather_object(values, value)
+    return values
 
 
 @contextlib.contextmanager
@@ -96,7 +128,8 @@ def _claim_report() -> bool:
     if not is_store_there(where):
         return True
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = world.get_store()
+        # the store adds for one process after the other, so that a single one gets 1
         return bool(answer_within(ANSWER, lambda: store.add("ipu_pipe/faults", 1)) == 1)
     except Exception:
         return True

@@ -5,7 +5,8 @@ arguments, or those passed to it, and raises the error that ends the command. No
 before the command's own, so that Ctrl-C is handled first and --help does not wait for torch.
 
     arguments                    declares and parses arguments, and prints: `command`, `option`
-    train, collect               train by a config, or by several methods
+    new, examples                a config for a model of one's own; loops and notebooks to copy
+    train, compare, collect      train by a config, or by several methods
     plan, schedule, stability    what a run will be like
     rehearse                     tries a run without its devices and data
     analyze, export              what a run left: its trace, its weights
@@ -25,10 +26,13 @@ from ipu_pipe import __version__, interrupts
 from ipu_pipe.shipped import COMMAND, get_program
 
 COMMANDS = {
+    "new": "write a config for a model of your own on given hardware",
+    "examples": "list the example loops and notebooks, or copy them",
     "train": "train by a config",
     "schedule": "print a method's schedule, its delays and versions",
     "plan": "rank configurations for given hardware by predicted throughput",
     "rehearse": "try a run without its devices and data, and judge whether it fits",
+    "compare": "compare methods on a config's loop: losses against predicted time",
     "collect": "compare methods on the same work",
     "analyze": "analyze a trace: who waits for whom, and the bottleneck",
     "export": "write the weights of a run for use elsewhere",
@@ -74,6 +78,7 @@ def run(command: str | None = None) -> NoReturn:
         )
         # who types the name alone asks what there is
         chosen = parser.parse_args(sys.argv[1:2] or ["--help"]).command
+        # the command reads the rest as a command line of its own
         del sys.argv[1]
         importlib.import_module(f"{__name__}.{chosen.replace('-', '_')}").main()
 

@@ -15,8 +15,12 @@ from ipu_pipe.cli.arguments import COMMON, JSON, command, option
 from ipu_pipe.errors import BadInput, raise_faults
 
 PROFILE = "profile.pop"
-# the formats of --to
-TABLES = (".csv", ".sqlite", ".parquet")
+# the formats of --to, and what writes them
+WRITERS = {
+    **dict.fromkeys((".csv", ".sqlite", ".parquet"), ("trace.tables", "write_table")),
+    ".pftrace": ("trace.perfetto", "write_perfetto"),
+    ".et": ("trace.chakra", "write_chakra"),
+}
 
 EPILOG = """
 RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a trace of PyTorch's
@@ -29,6 +33,7 @@ examples:
   python tools/analyze.py runs/digits --png timeline.png      its timeline as a picture
   python tools/analyze.py runs/digits --against runs/gpipe    two runs, and the settings that differ
   python tools/analyze.py runs/digits --to digits.parquet     its events as a table
+  python tools/analyze.py profiler/ --to run.pftrace          any trace for ui.perfetto.dev
   python tools/analyze.py profiler/                           a pipeline of PyTorch, by its profiler
 """
 
@@ -54,13 +59,17 @@ examples:
         "--to",
         metavar="FILE",
         type=Path,
-        help="write the events as a table: FILE.csv, FILE.sqlite or FILE.parquet",
+        help="write the events as a table, FILE.csv, FILE.sqlite or FILE.parquet, or for "
+        "ui.perfetto.dev, FILE.pftrace, or for network simulators, FILE.et (Chakra, a file a rank)",
     ),
     option(
         "--passes",
         metavar="PATTERN",
-        help="how the ranges of a profiler's trace name passes: a regular expression with the "
-        "groups (?P<kind>...), (?P<stage>...) and (?P<microbatch>...)",
+        action="append",
+        default=[],
+        help="how the ranges or functions of a profiler's trace name passes, beside the trainers "
+        "that are known: a regular expression with the groups (?P<kind>...) and, where a name has "
+        "them, (?P<stage>...) and (?P<microbatch>...); may be repeated",
     ),
     option("--png", metavar="FILE", type=Path, help="write the timeline as a picture"),
     *COMMON,
@@ -73,14 +82,15 @@ def main(args: argparse.Namespace) -> None:
         for name, file in outputs.items()
         if file and file.is_dir()
     ]
-    if args.to is not None and args.to.suffix not in TABLES:
-        faults.append(f"--to: {args.to}: must end in {', '.join(TABLES)}")
+    if args.to is not None and args.to.suffix not in WRITERS:
+        faults.append(f"--to: {args.to}: must end in {', '.join(WRITERS)}")
     raise_faults(faults)
 
     # PopVision's file, which Graphcore's library reads, or the folder of its profiles
     profiles = _find_profiles(args.run)
     if profiles:
         contents = {str(file): _read_profile(file) for file in profiles}
+        # a file named itself is the profile; of a folder there is a mapping of files
         record = {"source": str(args.run), "profile": contents.get(str(args.run), contents)}
         print(json.dumps(record, indent=1))
         return
@@ -96,19 +106,23 @@ def main(args: argparse.Namespace) -> None:
         from ipu_pipe.report.plots import check_plots
 
         check_plots()
-    trace, analysis = read_and_analyze(args.run, args.passes)
-    compared = None if args.against is None else read_and_analyze(args.against, args.passes)
+    options = args.passes, args.print_progress
+    trace, analysis = read_and_analyze(args.run, *options)
+    compared = None if args.against is None else read_and_analyze(args.against, *options)
     other = None if compared is None else compared[1]
     writers: list[tuple[Path | None, str, str, tuple[Any, ...]]] = [
         (args.png, "report.analysis.picture", "draw_timeline", (trace, analysis)),
         (args.html, "report.page", "write_page", (trace, analysis, compared)),
-        (args.to, "trace.tables", "write_table", (trace,)),
     ]
+    if args.to is not None:
+        writers.append((args.to, *WRITERS[args.to.suffix], (trace,)))
     for file, module, writer, written in writers:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            getattr(importlib.import_module(f"ipu_pipe.{module}"), writer)(file, *written)
-            args.print_progress(f"written: {file}")
+            # by name: a format loads the library that it needs only when it is asked for; of
+            # Chakra's files there is one for each rank
+            files = getattr(importlib.import_module(f"ipu_pipe.{module}"), writer)(file, *written)
+            args.print_progress(f"written: {', '.join(map(str, files or [file]))}")
     if args.json:
         if other is not None:
             analysis["against"] = {

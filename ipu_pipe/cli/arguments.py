@@ -41,6 +41,8 @@ CONFIG = (
     option(
         "config",
         metavar="CONFIG",
+        # optional for argparse, since the words of a --set before it may have taken it
+        # (`_take_config_name`)
         nargs="?",
         help="a YAML file, or the name of one in configs/, such as mlp_digits",
     ),
@@ -80,6 +82,7 @@ class Command:
 
     def make_parser(self) -> Parser:
         """Return the command's parser."""
+        # made only to be shown, since a table in it may need slow imports
         epilog = self._epilog if isinstance(self._epilog, str) else self._epilog()
         name = self._function.__module__.rpartition(".")[2]
         parser = Parser(prog=f"tools/{name}.py", description=self._description, epilog=epilog)
@@ -121,6 +124,7 @@ class Command:
             wants_traceback = getattr(args, "traceback", False) and not isinstance(
                 error, KeyboardInterrupt
             )
+            # of several processes one prints the fault
             if wants_traceback and not getattr(fault or error, "is_reported", None):
                 sys.stderr.write(fault.traceback if fault is not None else traceback.format_exc())
             raise
@@ -141,6 +145,7 @@ def _find_unknown_options(parser: Parser, words: Sequence[str]) -> List[str]:
         if word == "--":
             break
         name = word.partition("=")[0]
+        # argparse takes any beginning of a long option for the option
         if name.startswith("--") and not any(
             known.startswith(name) for known in parser.list_options()
         ):
@@ -157,6 +162,7 @@ def _find_settings(parser: Parser, args: argparse.Namespace) -> List[str]:
         return []
     positional = [getattr(args, name) for name in ("config", "what") if name in args]
     values = [value for one in positional for value in (one if isinstance(one, list) else [one])]
+    # a file's name may have an = in it
     return [value for value in values if value and "=" in value and not Path(value).exists()]
 
 
@@ -228,8 +234,10 @@ def int_in(low: int, high: int = MOST_COUNT) -> Callable[[str], int]:
     def parse_integer(text: str) -> int:
         digits = text.strip()
         if (
+            # int() refuses thousands of digits by an error of its own
             len(digits) < 30
             and digits.lstrip("+-").isdecimal()
+            # int() also reads the digits of other scripts
             and digits.isascii()
             and low <= int(digits) <= high
         ):
@@ -255,16 +263,17 @@ def parse_positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
+    # written so that it also refuses NaN, which no comparison holds for
     if not 0 < value < 1e18:
         raise argparse.ArgumentTypeError(f"{show(text)}: must be a number above 0 and below 1e18")
     return value
 
 
 def parse_names(text: str) -> Tuple[str, ...]:
-    """Convert an argument to names separated by commas."""
+    """Convert an argument to different names separated by commas."""
     names = tuple(filter(None, text.split(",")))
-    if not names:
-        raise argparse.ArgumentTypeError(f"{show(text)}: must be names, by commas")
+    if not names or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{show(text)}: must be different names, by commas")
     return names
 
 

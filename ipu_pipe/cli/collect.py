@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> None:
     raise_faults({"--out: missing: name the folder to write into": args.out is None})
     from ipu_pipe.backends.ranks import is_main, report_once
     from ipu_pipe.backends.table import leave
-    from ipu_pipe.compare.method_comparison import (
+    from ipu_pipe.comparison.method_comparison import (
         compare_methods,
         make_comparison_table,
         write_comparison,
@@ -72,6 +72,7 @@ def main(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.set)
     methods = args.methods or list(dict.fromkeys([config.method, "local_chunked"]))
     with report_once():
+        # under torchrun every process runs this command, and one of them speaks for all
         say = args.print_progress if is_main() else (lambda text: None)
         comparison = compare_methods(
             config, methods, args.out, args.steps, args.overwrite, say, args.rounds

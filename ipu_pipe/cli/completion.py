@@ -62,6 +62,7 @@ def make_script(shell: str) -> str:
     subparsers = root.add_subparsers()
     for name, summary in COMMANDS.items():
         parent = importlib.import_module(f"ipu_pipe.cli.{name}").main.make_parser()
+        # argparse has no public list of a parser's arguments
         for action in parent._actions:
             # --against names a method in train, a run in analyze
             if action.dest in choices or (action.dest == "against" and name == "train"):
@@ -70,6 +71,7 @@ def make_script(shell: str) -> str:
                 action.complete = shtab.DIRECTORY
             elif action.type is Path or action.dest in ("config", "what", "against"):
                 action.complete = shtab.FILE
+        # the parent brings --help along
         subparsers.add_parser(
             name.replace("_", "-"), parents=[parent], add_help=False, help=summary
         )

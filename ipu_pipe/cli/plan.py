@@ -15,6 +15,7 @@ from ipu_pipe.cli.arguments import COMMON, CONFIG, JSON, command, int_in, option
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput
 from ipu_pipe.plan.candidates import IN_LOCKSTEP, LOCAL, USUAL
+from ipu_pipe.shipped import name_commands
 from ipu_pipe.text import show
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def _parse_size(text: str) -> float:
     ),
     option(
         "--count",
+        # one key for both flags, so that None can leave the choice to the hardware
         dest="measure",
         action="store_false",
         default=None,
@@ -139,13 +141,14 @@ def _parse_size(text: str) -> float:
     option(
         "--compile-for",
         metavar="TOPOLOGY",
-        help="instead: compile the config's own stages for TPUs that are not here, such as "
-        "v5e:2x2, and print what memory they take there (docs/accelerators.md)",
+        help="instead: compile the config's own stages for devices that are not here, such as "
+        "v5e, v6e:4x4 or blackhole, and print what memory they take there (docs/accelerators.md)",
     ),
     *COMMON,
 )
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
+    # refused before the search, whose result would be lost
     if args.write is not None and args.write.is_file() and not args.overwrite:
         raise BadInput(f"--write: {args.write}: exists already: use another name, or --overwrite")
     if args.compile_for is not None:
@@ -171,6 +174,7 @@ def main(args: argparse.Namespace) -> None:
     plan = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
     _print_plan(args, plan, problem, batch, how)
     if not plan.plans:
+        # without a single candidate there is none whose least change could be told
         why = plan.smallest_change or "the batch is too small"
         raise BadInput(f"no configuration fits {problem.hardware.name}: {why}")
     if args.write is not None:
@@ -181,15 +185,16 @@ def main(args: argparse.Namespace) -> None:
 def _compile_for(args: argparse.Namespace) -> None:
     """Compile the config's stages for a topology and print what the compiler says of them."""
     others = ("hardware", "devices", "memory", "methods", "batch", "precision", "measure")
+    # all of these are None unless the user has given them
     for key in (*others, "tensor_parallel", "write"):
         if getattr(args, key) is not None:
             name = key.replace("_", "-")
             raise BadInput(f"--{name}: goes with a plan, not with --compile-for: leave it out")
     from ipu_pipe.config.load import load_config
-    from ipu_pipe.run import compiling
+    from ipu_pipe.run import compilers, compiling
 
     config = load_config(args.config, args.set)
-    where = compiling.find_topology(args.compile_for)
+    where = compilers.find_topology(args.compile_for)
     job, stages = compiling.compile_config(config, where, args.print_progress)
     if args.json:
         print(json.dumps(compiling.convert_to_record(job, where, stages), indent=1))
@@ -283,4 +288,4 @@ def _write_best(args: argparse.Namespace, config: Config, plan: Answer) -> None:
             commands = [processes]
         else:
             commands.insert(0, f"{processes} --set backend.name=distributed")
-    args.print_progress(f"written: {args.write}: {', or '.join(commands)}")
+    args.print_progress(f"written: {args.write}: {name_commands(', or '.join(commands))}")

@@ -53,6 +53,7 @@ def _parse_time(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
+        # refused below, as the text "nan" is
         seconds = math.nan
     if not 0 <= seconds < math.inf:
         raise argparse.ArgumentTypeError(f"{show(text)}: must be a number >= 0")
@@ -229,9 +230,11 @@ def main(args: argparse.Namespace) -> None:
         for value in (args.durations, args.link, args.stages_per_device, args.work)
     )
     _check_size(args, method, is_timed)
+    # of 0 microbatches GPipe would gather 0; make_schedule has the better message for them
     default = max(1, method.accumulate_for(args.stages, args.microbatches))
     accumulate = default if args.accumulate is None else args.accumulate
     schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
+    # works are taken relative to their mean, which must not be 0
     if args.work and (len(args.work) != args.stages or not sum(args.work)):
         raise BadInput(
             f"--work: {','.join(f'{part:g}' for part in args.work)}: must be the work of "
@@ -278,6 +281,7 @@ def _check_size(args: argparse.Namespace, method: Method, is_timed: bool) -> Non
         most_passes = MOST_TIMED
     else:
         most_passes = MOST_PASSES[args.format]
+    # numbers of stages below 1 are refused where the schedule is made
     most = most_passes // max(args.stages, 1)
     if args.microbatches > most:
         why = f"on {args.stages} stages at most {most} can be checked and written as {args.format}"
@@ -287,6 +291,7 @@ def _check_size(args: argparse.Namespace, method: Method, is_timed: bool) -> Non
 def _write_csv(schedule: Schedule, out: TextIO) -> None:
     rows = format_csv(schedule)
     if schedule.microbatches > schedule.accumulate:
+        # on standard error, because the rows go to standard output
         print(
             "note: the rows contain several batches; PyTorch's loader has no updates between them",
             file=sys.stderr,

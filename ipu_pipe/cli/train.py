@@ -106,10 +106,15 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.schedule.methods import require_known_methods
 
     if args.against is not None:
+        # before a config is made with it, whose fault would name the key `method`
         require_known_methods([args.against], "--against")
     config = load_config(args.config, args.set)
     other = (
-        load_config(args.config, [*args.set, f"method={args.against}", "method_args={}"])
+        load_config(
+            args.config,
+            # the last two settings are the config's own method's, and another one may refuse them
+            [*args.set, f"method={args.against}", "method_args={}", "stages_per_device=null"],
+        )
         if args.against
         else None
     )
@@ -132,6 +137,7 @@ def main(args: argparse.Namespace) -> None:
         launch(config, {f"--{name.replace('_', '-')}": getattr(args, name) for name in options})
         result = _train(args, config, other)
         leave()
+        # the JSON of an evaluation was asked for, and --quiet does not mute it
         if result is not None and is_main() and (args.evaluate or not args.quiet):
             print_result(result)
 
@@ -168,7 +174,7 @@ def _train(args: argparse.Namespace, config: Config, other: Config | None) -> st
             quiet=args.quiet,
         )
         return None
-    from ipu_pipe.compare.equal_time import train_against
+    from ipu_pipe.comparison.equal_time import train_against
 
     return train_against(
         config, other, out, args.accumulate, args.resume, args.overwrite, args.quiet
@@ -182,4 +188,5 @@ def _choose_folder(name: str) -> Path:
     from ipu_pipe.store.folder import is_restarted
 
     dated = Path("runs") / f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
+    # names begin with the date, so that the greatest is the newest
     return max(filter(is_restarted, Path("runs").glob(f"*_{glob.escape(name)}")), default=dated)

@@ -27,15 +27,13 @@ class BackendFacts(NamedTuple):
 
     How it computes
     `takes_any_size`: microbatches may differ in their number of samples. `compiles_updates`:
-    updates run in a program that is compiled for one such number. `compiles_modules`: it can
-    compile the modules of stages (`model.compile`). `has_precision_in_bits`: `precision` may be
-    given in bits of passes and weights. `clips_any_optimizer`: `clip` is supported with every
-    optimizer.
+    updates run in a program that is compiled for one such number. `has_precision_in_bits`:
+    `precision` may be given in bits of passes and weights. `clips_any_optimizer`: `clip` is
+    supported with every optimizer.
 
     What others may see and set
-    `loads_poptorch_state`: the optimizer's state may be PopTorch's. `why_rates_are_fixed`: learning
-    rates cannot follow evaluations. `why_weights_are_hidden`, `why_gradients_are_hidden`: the host
-    has none of them after an update.
+    `loads_poptorch_state`: the optimizer's state may be PopTorch's. `why_weights_are_hidden`,
+    `why_gradients_are_hidden`: the host has none of them after an update.
     """
 
     emulates: bool = False
@@ -46,18 +44,16 @@ class BackendFacts(NamedTuple):
     counts_devices: bool = False
     takes_any_size: bool = False
     compiles_updates: bool = False
-    compiles_modules: bool = False
     has_precision_in_bits: bool = False
     clips_any_optimizer: bool = True
     loads_poptorch_state: bool = False
-    why_rates_are_fixed: str = ""
     why_weights_are_hidden: str = ""
     why_gradients_are_hidden: str = ""
 
 
 BACKEND_FACTS: dict[str, BackendFacts] = {
     "emulator": BackendFacts(emulates=True, takes_any_size=True),
-    "distributed": BackendFacts(uses_processes=True, compiles_modules=True),
+    "distributed": BackendFacts(uses_processes=True),
     "poptorch": BackendFacts(
         trains_on="ipu",
         host_sees_devices=False,
@@ -65,7 +61,6 @@ BACKEND_FACTS: dict[str, BackendFacts] = {
         has_precision_in_bits=True,
         clips_any_optimizer=False,
         loads_poptorch_state=True,
-        why_rates_are_fixed="PopTorch's runs have rates that are known before",
         why_weights_are_hidden="PopTorch keeps the weights on the IPUs",
         why_gradients_are_hidden="PopTorch keeps the gradients on the IPUs",
     ),

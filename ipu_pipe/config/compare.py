@@ -47,6 +47,7 @@ def dump_config(config: Config) -> str:
 
 def flatten(value: Any, key: str = "") -> dict[str, Any]:
     """Return nested mappings as one, with keys `outer.inner`."""
+    # an empty mapping is a value of its own: `t2: {}` turns the rule on
     if not isinstance(value, dict) or not value:
         return {key: value}
     flat: dict[str, Any] = {}
@@ -69,6 +70,18 @@ def list_changes(
     ]
 
 
+def choose_method_settings(config: Config, name: str) -> dict[str, Any]:
+    """Return `method_args` and `stages_per_device` of a config for a method to compare: for its own
+    method its own, for another one the defaults, but the head of local losses.
+    """
+    if name == config.method:
+        args = config.method_args.model_dump(exclude_none=True)
+        return {"method_args": args, "stages_per_device": config.stages_per_device}
+    keys = {"head"} if METHODS[name].structure is not None else set()
+    args = config.method_args.model_dump(include=keys, exclude_none=True)
+    return {"method_args": args, "stages_per_device": None}
+
+
 def keep_recorded_choices(old: Config, new: Config) -> Config:
     """Return `new` with the values that a run of `old` chose itself, for keys that `new` leaves
     open.
@@ -85,6 +98,7 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
         changes["optimizer"] = new.optimizer.fill_rates(rates)
     if "micro_batch_size" not in new.model_fields_set:
         changes["micro_batch_size"] = old.micro_batch_size
+    # resolved stages are names; a single stage has none to name
     if (isinstance(old.stages, list) or old.stages == 1) and _keeps_stages(old, new):
         changes["stages"] = old.stages
     method = METHODS[new.method]
@@ -119,6 +133,7 @@ def find_role(key: str, method: str) -> Role:
         top = object_key
     if top == "stages" and method in METHODS and METHODS[method].structure is not None:
         return Role.DECIDES
+    # a key that nobody has classified is refused rather than let through
     return ROLES.get(top, Role.FIXED)
 
 
@@ -143,6 +158,7 @@ def compare_deciding(
     A missing key counts as its default: a checkpoint of an earlier version lacks the keys that are
     new.
     """
+    # the only keys without a default
     empty: dict[str, Any] = {"model": {"entry": ""}, "data": {"name": ""}}
     defaults = flatten(Config.model_validate(empty).to_dict())
     return list_changes({**defaults, **saved}, {**defaults, **current})
@@ -185,6 +201,7 @@ def classify_changes(old: Config, new: Config) -> Changes:
         shrinks = isinstance(before, int) and isinstance(after, int) and after < before
         if role is Role.GROWS and not shrinks:
             free.append(change)
+            # beside `steps`, `epochs` does not decide the length
             longer = longer or key == "steps" or new.steps is None
         elif role is Role.FREE:
             free.append(change)

@@ -65,6 +65,7 @@ def format_faults(
     """
     faults = []
     for detail in details[:MOST_FAULTS]:
+        # pydantic marks the key of a mapping so, which is no part of its name
         parts = [str(part) for part in detail["loc"] if part != "[key]"]
         key = ".".join(parts)
         kind = detail["type"]

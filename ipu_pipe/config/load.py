@@ -34,7 +34,7 @@ from ipu_pipe.files import read_file
 from ipu_pipe.refusals import Language, show_in_config
 from ipu_pipe.schedule import methods
 from ipu_pipe.schedule.methods import Method
-from ipu_pipe.shipped import find_example, list_configs
+from ipu_pipe.shipped import find_config, find_example, list_configs
 from ipu_pipe.text import find_nearest, show
 
 # ---- YAML files: read keys within bounds and record the source of each value; write YAML that
@@ -80,6 +80,7 @@ class _Loader(yaml.SafeLoader):
         text = str(self.construct_scalar(node)).lower()
         if node.tag.endswith("float"):
             return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+        # with base 0 Python would refuse 010
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
     def flatten_mapping(self, node: Any) -> None:
@@ -229,6 +230,7 @@ def _read_text(path: Path, source: str) -> str:
     except OSError as error:
         raise BadInput(f"{source}: cannot be read: {error.strerror or error}") from None
     try:
+        # editors on Windows put a byte order mark before the text
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
@@ -292,12 +294,12 @@ def apply_override(raw: Dict[str, Any], text: str, origins: Origins) -> None:
 
 
 def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config:
-    """Return the config in the YAML file `path`, changed by KEY=VALUE `overrides`. Raise `BadInput`
-    with every fault found.
+    """Return the config in the YAML file `path`, or the example of this name, changed by KEY=VALUE
+    `overrides`. Raise `BadInput` with every fault found.
     """
     origins: Origins = {}
     raw: Dict[str, Any] = {}
-    for file, keys in _read_layers(Path(path)):
+    for file, keys in _read_layers(find_config(str(path))):
         layer: Origins = {}
         note_origin(keys, "", str(file), layer)
         raw = _leave_out_replaced(raw, merge_keys(raw, keys), layer, origins)
@@ -464,6 +466,7 @@ def _validate(
     except BadInput as error:
         raise BadInput([*faults, *map(add_origin, error.lines)]) from None
     raise_faults([*faults, *map(add_origin, conflicts)])
+    # a private attribute can be set though the config is frozen
     config._optimizer_faults = tuple(map(add_origin, optimizer_conflicts))
     return config
 

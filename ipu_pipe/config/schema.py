@@ -52,16 +52,27 @@ def import_outer(key: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+if TYPE_CHECKING:
+    CacheFolder = Union[bool, str, None]
+else:
+    CacheFolder = Annotated[
+        Union[None, Literal[False], str], say_allowed("a folder, false or null")
+    ]
+
+
 class BackendConfig(Section):
-    """Where a run computes. `name`: on the emulator, on processes, on IPUs, or on XLA devices. `device`: the kind
-    of device: cpu, cuda, or any other that torch has here, such as xpu or npu, see
-    docs/accelerators.md (poptorch has its own). `threads`: of PyTorch on the CPU; null:
-    PyTorch's default. `deadline`: seconds that one of several processes waits for another before it gives up.
-    `deterministic`, `tf32`: for GPUs alone, see ipu_pipe.job.numerics. `platform`, `devices`: for
-    xla alone: XLA's platform, cpu by default, and how many of its devices, see
-    docs/accelerators.md; null: all. `program`: for xla alone, what one compiled program holds: an
-    `action`, that is one pass or update of a stage, or a `slot`, that is what all stages do in a slot
-    of a dataflow pipeline; null: a slot where that is faster. `ipu`: for poptorch alone.
+    """Where a run computes. `name`: on the emulator, on processes, on IPUs, or on XLA devices.
+    `device`: such as xpu or npu, see docs/accelerators.md (poptorch has its own). `threads`: of
+    PyTorch on the CPU; null: PyTorch's default. `deadline`: seconds that one of several
+    processes waits for another before it gives up. `deterministic`: for GPUs alone, kernels
+    that compute the same each time, slower. `tf32`: for GPUs alone, products and convolutions
+    with 10 bits instead of 23, faster. `platform`: for xla alone: cpu, tpu, or tt for
+    Tenstorrent's chips; null: cpu. `devices`: for xla alone: how
+    many, see docs/accelerators.md; null: all. `program`: for xla alone, what one compiled
+    program holds: an `action` (one pass or update of a stage), or a `slot` (what all stages do
+    in a slot of a dataflow pipeline); null: a slot where that is faster. `cache`: for xla
+    alone, of compiled programs, `false` for none; null: `ipu_pipe/xla` in the user's cache.
+    `ipu`: for poptorch alone.
     """
 
     name: Literal["emulator", "distributed", "poptorch", "xla"] = "emulator"
@@ -70,15 +81,18 @@ class BackendConfig(Section):
     deadline: Seconds = 300.0
     deterministic: StrictBool = True
     tf32: StrictBool = False
-    platform: Optional[Literal["cpu", "tpu"]] = None
+    platform: Optional[Literal["cpu", "tpu", "tt"]] = None
     devices: Optional[Count] = None
     program: Optional[Literal["action", "slot"]] = None
+    cache: CacheFolder = None
+    # validated though it is left out, because poptorch then has the section's defaults
     ipu: Any = Field(default=None, validate_default=True)
 
     @field_validator("name", mode="before")
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
         """Refuse a kind of device, which users of other libraries expect here."""
+        # 1.0: exactly a device's name, since a similar word may be a misspelt backend
         device = find_nearest(value, DEVICES, cutoff=1.0)
         if device:
             why = f"is a device; did you mean {name_key('backend.device')}={device}?"
@@ -103,7 +117,7 @@ class BackendConfig(Section):
         yield Case(self.ipu is not None and self.name != "poptorch", "ipu", why, "given")
         why = f"belongs to {Argument('backend')} xla, not {self.name}: leave it out"
         is_other = not self.facts.counts_devices
-        for key in ("platform", "devices", "program"):
+        for key in ("platform", "devices", "program", "cache"):
             yield Case(is_other and getattr(self, key) is not None, key, why)
         why = f"belongs to {Argument('device')} cuda, not {self.device}: leave it out"
         is_other = self.device != "cuda"
@@ -164,9 +178,9 @@ class Config(Section):
     `log`: metrics and traces. `seed`: of weights, order, augmentation and dropout. `precision`: of
     weights and passes; the last three are PopTorch's, in bits of passes and weights. `recompute`:
     activation checkpointing: the backward recomputes activations from each stage's input.
-    `hardware`: the devices that predictions are made for: a name, a file or its keys, see
-    docs/hardware.md. `init_from`: weights to begin with. `allow_nonfinite`: go on after a loss that
-    is not finite. `given`: objects from Python, written by the run.
+    `hardware`: the devices that predictions are made for, see docs/hardware.md.
+    `init_from`: weights to begin with. `allow_nonfinite`: go on after a loss that is not
+    finite. `given`: objects from Python, written by the run.
     """
 
     model: sections.ModelConfig
@@ -241,6 +255,7 @@ class Config(Section):
         if not isinstance(value, Mapping):
             return value
         section: Any = sections.StageFinest if "finest" in value else sections.StageCount
+        # as a mapping again, as which the library and a resolved config have it
         return section.model_validate(value).model_dump()
 
     def list_cases(self) -> Iterator[Case]:

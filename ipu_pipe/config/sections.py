@@ -80,6 +80,7 @@ def validate_name(value: Any, known: Sequence[str], within: str, classes: Sequen
     """
     if value in known or is_entry(value, within):
         return value
+    # by the last part, because all names in torch.optim share the beginning
     near = find_nearest(show(value).rpartition(".")[2], [*known, *classes])
     hint = f"; did you mean {within if near in classes else ''}{near}?" if near else ""
     allowed = f"{', '.join(known)}, a class such as {within}{classes[-1]}, or module:name"
@@ -110,10 +111,8 @@ def is_by_stage(values: Any) -> bool:
 
 class ModelConfig(Section):
     """`entry`: "module:callable" that makes the model. `args`: its keyword arguments. `output`: the
-    part of its output
-    that the loss gets: a field's name, an index, or "module:callable" that takes it; null: all of
-    it. `compile`: compile each module that a process calls as a whole by torch.compile (backend
-    distributed).
+    part of its output that the loss gets; null: all of it. `compile`: compile each module that a
+    process calls as a whole by torch.compile (backend distributed).
     """
 
     entry: str
@@ -128,8 +127,7 @@ class DataConfig(Section):
     """Keys that are not listed here are arguments of the data set or callable. `name`: a set of
     ipu_pipe.data or "module:callable" that makes a DataSource. `root`: the folder that contains the
     set's folder. `subset`, `test_subset`: use the first samples only. `validation`: training
-    samples, drawn by the seed, that are held out for evaluations: a number, or a share if below
-    1.
+    samples, drawn by the seed, that are held out for evaluations.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -199,6 +197,7 @@ class OptimizerSettings(Section):
         return is_entry(self.name, OPTIMIZERS)
 
     def list_cases(self) -> Iterator[Case]:
+        # such an optimizer has its settings elsewhere: in Python, or in its groups
         if self.name in (GIVEN, GROUPS):
             return
         yield Case(
@@ -239,13 +238,12 @@ class OptimizerGroup(OptimizerSettings):
 
 
 class OptimizerConfig(OptimizerSettings):
-    """A torch.optim optimizer. Settings that are null have PyTorch's defaults. `name`: sgd, adam,
-    adamw, a class such as torch.optim.RMSprop, or "module:callable" of parameter groups. `args`:
-    its other keyword arguments. `lr`: learning rate; null: the rate that the method advises, see
+    """A torch.optim optimizer. Settings that are null have PyTorch's defaults. `name`: its
+    kind. `args`: its other keyword arguments. `lr`: learning rate; null: the rate that the method advises, see
     docs/rules.md, or the default of a class. `momentum`, `nesterov`: of sgd.
     `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and
     adamw. `by_stage`: settings that differ by stage, see docs/loop.md. `no_decay`: parameters
-    without weight decay: name patterns, or norms_and_biases. `reference_batch_size`: the samples
+    without weight decay. `reference_batch_size`: the samples
     per update for which lr and momentum were chosen; they are scaled to this run's (see
     ipu_pipe.update.rates). `groups`: parameters with separate optimizers, in place of one for
     all: each parameter is in the first group that matches it.
@@ -321,8 +319,7 @@ class OptimizerConfig(OptimizerSettings):
 
 class LrSchedule(Section):
     """The learning rate by update, see ipu_pipe.update.rates. `name`: the schedule after the
-    warm-up; plateau, which is torch's ReduceLROnPlateau after each evaluation; or a class such as
-    torch.optim.lr_scheduler.OneCycleLR, or "module:callable" of an optimizer. `args`: its keyword
+    warm-up; plateau is torch's ReduceLROnPlateau after each evaluation. `args`: its keyword
     arguments. `metric`: the evaluated metric that plateau follows; loss if null. `interval`:
     whether it is stepped after each update or epoch. `warmup_steps`: updates over which the rate
     rises from 0. `milestones`: epochs at which step multiplies the rate. `gamma`: the factor.
@@ -370,6 +367,7 @@ class LrSchedule(Section):
             "total_steps": self.falls,
         }
         for key, fit in fits.items():
+            # not by which keys the config states: one that a run wrote states all
             is_set = getattr(self, key) != LrSchedule.model_fields[key].default
             yield Case(is_set and not fit, key, f"{self.name} has no such key: {remedy}")
 
@@ -421,7 +419,7 @@ class EvaluateConfig(Section):
 
 class EarlyStoppingConfig(Section):
     """The run ends after `patience` evaluations in a row whose `metric` is not better than the best
-    by more than `min_delta`; `mode`: min, max, or null to choose by the metric's name;
+    by more than `min_delta`; `mode`: null: by the metric's name;
     `restore_best`: the model has the weights of the best evaluation when the run ends, for whatever
     reason. See ipu_pipe.run.callbacks.
     """
@@ -570,6 +568,7 @@ class T2(Section):
     gamma^D for a delay of D, or `optimal` for the optimum on a quadratic; the default is exp(-2).
     """
 
+    # exp(-2) is the 0.135 of PipeMare
     decay: Annotated[
         Union[Literal["optimal"], Decay], say_allowed("a number > 0 and < 1, or optimal", "optimal")
     ] = math.exp(-2)
@@ -662,14 +661,24 @@ class DelayCompensation(Section):
     decay: Share = 0.95
 
 
+class GapAware(Section):
+    """Gradients divided by 1 plus the gap, in mean steps, between the newest weights and those that
+    their passes read (Gap-Aware). `decay`: of the moving mean of squared steps.
+    """
+
+    decay: Decay = 0.999
+
+
 class OuterConfig(Section):
     """The outer optimizer of DiLoCo: `name` sgd with `lr`, `momentum`, `nesterov`. `fragments`:
-    groups of stages that are synchronized in turn, a number or per_stage; `offset`: the first.
+    groups of stages that are synchronized in turn; `offset`: the first.
     `delay`: steps from taking the replicas' weights to the synchronization. `mix`: the share of a
     replica's own weights in the weights with which it continues.
     """
 
     name: Literal["sgd"] = "sgd"
+    # with Nesterov's momentum of 0.9, the outer optimizer that was best in DiLoCo (Douillard et al.
+    # 2023)
     lr: Positive = 0.7
     momentum: Share = 0.9
     nesterov: StrictBool = True
@@ -708,14 +717,13 @@ class MethodArgs(Section):
     docs/rules.md has their equations.
 
     `schedule`: 1f1b, one pass a slot; 1f1b_capped, with at most P-s microbatches in flight on stage
-    s; or dataflow, forward and backward in each step. `turn`: 0 or 1: steps from the last stage's
-    forward to its backward, dataflow only. `stash`: true or
-    false: whether backwards read their forward's weights. `hogwild`: random delays.
+    s; or dataflow, forward and backward in each step. `turn`: steps from the last stage's forward
+    to its backward, dataflow only. `stash`: whether backwards read their forward's weights. `hogwild`: random delays.
     `constant_delay`: the same delay everywhere. `recompute`: recomputation of activations by the
     method's own rule. `warmup`: synchronous at first. `t1`: PipeMare's rescheduled rates. `t2`:
     PipeMare's corrected backward. `spike_compensation`, `weight_prediction`, `gradient_shrinking`,
-    `error_feedback`, `delay_compensation`: see there. `blocks`: of local_chunked: their number, or
-    the names at which they begin. `overlap`: of local_overlapping: 1. `layers`: of last_layers: the
+    `error_feedback`, `delay_compensation`, `gap_aware`: see there. `blocks`: of local_chunked:
+    their number, or the names at which they begin. `overlap`: of local_overlapping. `layers`: of last_layers: the
     number of stages that train. `head`: of local methods: "module:function" that makes an auxiliary
     head, or {depth, pyramid}: heads with layers like later ones. `block_rates`: of each block: the
     factor of its learning rate. `block_accumulation`: of each block: the number of updates whose
@@ -727,9 +735,10 @@ class MethodArgs(Section):
     local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two
     averages. `outer`: of
     local_sgd: DiLoCo's outer optimizer. `split_backward`: of pipedream and pipelined_backprop:
-    true: 1F1B whose weight gradients come later. `activation_limit`: of zb_auto and split
-    backwards: the activations that a device may keep, in multiples of 1F1B's. `file`: of rows: CSV
-    in PyTorch's format.
+    true: 1F1B whose weight gradients come later. `tied`: of methods that stash, such as pipedream:
+    holder: several stages may use one weight, by the version of the first. `activation_limit`: of
+    zb_auto and split backwards: the activations that a device may keep, in multiples of 1F1B's.
+    `file`: of rows: CSV in PyTorch's format.
     """
 
     schedule: Optional[Literal["1f1b", "1f1b_capped", "dataflow"]] = None
@@ -746,6 +755,7 @@ class MethodArgs(Section):
     gradient_shrinking: Optional[GradientShrinking] = None
     error_feedback: Optional[ErrorFeedback] = None
     delay_compensation: Optional[DelayCompensation] = None
+    gap_aware: Optional[GapAware] = None
     blocks: Annotated[
         Union[None, Stages, NonEmpty[str]],
         say_allowed(f"{NONE}, an integer from 1 to {MOST_STAGES}, or a list of module names"),
@@ -763,6 +773,7 @@ class MethodArgs(Section):
     local_steps: Optional[Count] = None
     outer: Optional[OuterConfig] = None
     split_backward: Optional[StrictBool] = None
+    tied: Optional[Literal["holder"]] = None
     activation_limit: Optional[Annotated[Positive, Field(ge=1)]] = None
     file: Optional[Annotated[PathText, Field(min_length=1)]] = None
 

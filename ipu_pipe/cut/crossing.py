@@ -27,6 +27,7 @@ def get_memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     is without gaps.
     """
     strides = tensor.stride()
+    # dimensions of size 1 may have equal strides, and then keep their order
     order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
     return () if tensor.is_contiguous() or not tensor.permute(order).is_contiguous() else order
 
@@ -34,6 +35,27 @@ def get_memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def invert_order(order: Sequence[int]) -> list[int]:
     """Return the permutation that undoes `order`."""
     return [list(order).index(d) for d in range(len(order))]
+
+
+def record_raw_gradient(tensor: torch.Tensor) -> None:
+    """Let a leaf record its gradients as a backward makes them: its `grad` would take the leaf's
+    memory layout.
+    """
+    if tensor.requires_grad:
+        raw: list[torch.Tensor] = []
+        # detached, because the graph of a gradient inside a module would keep the leaf alive
+        tensor.register_hook(lambda gradient: raw.append(gradient.detach()))
+        tensor.raw_gradient = raw  # type: ignore[attr-defined]
+
+
+def get_raw_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that the backward has left on a leaf, None if it has left none."""
+    # `autograd.grad` inside a module (forces, a gradient penalty) calls the hook, too, but leaves no
+    # `grad`; the backward comes last
+    if tensor.grad is None:
+        return None
+    raw: Sequence[torch.Tensor] = getattr(tensor, "raw_gradient", ())
+    return raw[-1] if raw else tensor.grad
 
 
 @dataclass(frozen=True)
@@ -74,7 +96,14 @@ class TensorSpec:
     @property
     def bytes(self) -> int:
         """The bytes of the message."""
+        # torch before 2.1 has no `dtype.itemsize`
         return math.prod(self.shape) * torch.empty((), dtype=self.dtype).element_size()
+
+
+OUTPUT_DTYPE = (
+    "where FSDP2 computes in fewer bits, fully_shard the stage itself with "
+    "MixedPrecisionPolicy(..., output_dtype"
+)
 
 
 @dataclass(frozen=True)
@@ -90,11 +119,13 @@ class Crossing:
         values = value if isinstance(value, tuple) else (value,)
         for t, spec in zip(values, self.tensors):
             if (tuple(t.shape), t.dtype) != (spec.shape, spec.dtype):
+                is_cast = t.dtype != spec.dtype
+                remedy = f": {OUTPUT_DTYPE}={spec.dtype})" if is_cast else ""
                 raise BadInput(
                     f"model: a stage returns a tensor of shape {tuple(t.shape)}, {t.dtype}, but of "
                     f"shape {spec.shape},"
                     f" {spec.dtype} in the recorded forward: a tensor that crosses a boundary must "
-                    f"have one shape"
+                    f"have one shape{' and dtype' * is_cast}{remedy}"
                 )
         return [t.permute(spec.order) if spec.order else t for t, spec in zip(values, self.tensors)]
 
@@ -109,16 +140,13 @@ class Crossing:
     def require_gradients(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Let the differentiable messages receive gradients in a backward, and return all messages.
 
-        A leaf's `grad` takes the leaf's memory layout. If the gradient has another layout, a hook
-        stores it unchanged.
+        If the gradient has another memory layout than the message, a hook stores it unchanged.
         """
         for t, spec in zip(messages, self.tensors):
             if spec.differentiable:
                 t.requires_grad_()
                 if spec.gradient_order:
-                    raw: list[torch.Tensor] = []
-                    t.register_hook(raw.append)
-                    t.raw_gradient = raw  # type: ignore[attr-defined]
+                    record_raw_gradient(t)
         return list(messages)
 
     def collect_gradients(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -128,7 +156,8 @@ class Crossing:
         gradients = []
         for t, spec in zip(messages, self.tensors):
             if spec.differentiable:
-                gradient = t.raw_gradient.pop() if getattr(t, "raw_gradient", None) else t.grad  # type: ignore[attr-defined]
+                gradient = get_raw_gradient(t)
+                # the previous stage waits for a message in any case
                 gradient = torch.zeros_like(t) if gradient is None else gradient
                 gradients.append(
                     gradient.permute(spec.gradient_order) if spec.gradient_order else gradient

@@ -255,6 +255,7 @@ class Program:
             template = call.arguments
             arguments = [self._get_index(leaf) for leaf in template.leaves]
             args, keywords = tree_unflatten(list(range(len(arguments))), template.spec)
+            # the usual call has no nests, and need not rebuild any at each run
             is_flat = [*args, *keywords.values()] == list(range(len(arguments)))
             freed = [self._indices[key] for key in template.keys if last_use.get(key) == call.index]
             step = _Step(
@@ -286,6 +287,7 @@ class Program:
 
     def run(self, value: Any) -> Any:
         """Run the stage and return the input of the next piece, or the model's output."""
+        # a copy, so that no tensor of a run stays in the program
         values = self._constants.copy()
         for index, owner, name in self._weights:
             values[index] = getattr(owner, name)
@@ -409,7 +411,9 @@ class Cut:
         """Cut a model whose input in training is like `x`. Raise `BadInput` if it cannot be cut."""
         self.model = model
         self.begins = list(begins)
-        self._recorded_model = model
+        self.recorded_model = model
+        # a copy, which lacks modules, gets microbatches of one size only
+        self._is_copy = False
         # module -> the stage in which it first runs, in the first recording
         self._homes: dict[str, int] = {}
         self._unread = observe_execution(model, x).unread
@@ -419,7 +423,7 @@ class Cut:
         # whether new programs call compiled modules
         self.compiles = False
         self.first = self._find_recording(x, training=True)
-        self.crossings = list(self.first.crossings)
+        self.crossings = self.first.crossings
         # by stage: the modules that it calls, and the tensors that other modules own
         self.names = self.first.modules
         inside = {
@@ -442,13 +446,34 @@ class Cut:
         """Return the same cut of a copy of the model; the copy may lack modules of other stages."""
         other = copy.copy(self)
         other.model = model
+        other._is_copy = True
+        # a program holds the modules of the model for which it was made
         other._programs = {}
         return other
 
+    def record_elsewhere(self, model: nn.Module) -> None:
+        """Record other forwards from now on by a copy of the model on the meta device: the model's
+        own weights are sharded.
+        """
+        self.recorded_model = model
+
+    @property
+    def is_recorded_elsewhere(self) -> bool:
+        """Whether forwards are recorded by a copy of the model: its weights are sharded."""
+        return self.recorded_model is not self.model
+
+    def count_runs(self, names: Container[str]) -> dict[tuple[int, str], int]:
+        """Return (stage, module) -> number of runs in the latest training forward, for `names`."""
+        runs = self.list_latest(training=True)[0].runs
+        return {run: count for run, count in runs.items() if run[1] in names}
+
     def remember_gradients(self, orders: Sequence[Sequence[tuple[int, ...]]]) -> None:
-        """Store, for each crossing tensor, the order of its gradient's dimensions in memory."""
-        for i, (crossing, tensor_orders) in enumerate(zip(self.crossings, orders)):
-            self.crossings[i] = Crossing(
+        """Store, for each crossing tensor of the latest training forward, the order of its
+        gradient's dimensions in memory.
+        """
+        crossings = self.list_latest(training=True)[0].crossings
+        for i, (crossing, tensor_orders) in enumerate(zip(crossings, orders)):
+            crossings[i] = Crossing(
                 tuple(
                     t.with_gradient_order(order)
                     for t, order in zip(crossing.tensors, tensor_orders)
@@ -462,7 +487,7 @@ class Cut:
 
     def is_prepared(self, x: Any, training: bool) -> bool:
         """Tell whether a forward like that of `x` has been recorded."""
-        return _make_key(x, training) in self._recordings
+        return make_key(x, training) in self._recordings
 
     def prepare(self, x: Any, training: bool) -> list[Crossing]:
         """Record the forward of `x` and return the crossing of each cut.
@@ -473,19 +498,19 @@ class Cut:
 
     def find_program(self, stage: int, value: Any, training: bool) -> Program:
         """Return the program of a stage for the input `value`."""
-        # a copy gets microbatches of one size only
-        if torch.jit.is_tracing() or self.model is not self._recorded_model:
-            staged = self._list_latest(training)[0]
+        if torch.jit.is_tracing() or self._is_copy:
+            staged = self.list_latest(training)[0]
         elif stage == 0:
             staged = self._find_recording(value, training)
         else:
             staged = self._find_by_input_shapes(stage, value, training)
+        # recordings have no hash; `_recordings` keeps them alive, so that an id is not given again
         key = (id(staged), stage)
         if key not in self._programs:
             self._programs[key] = Program(self.model, staged.stages[stage], self.compiles)
         return self._programs[key]
 
-    def _list_latest(self, training: bool) -> list[StagedRecording]:
+    def list_latest(self, training: bool) -> list[StagedRecording]:
         """Return all recordings: first those of the mode, and among them the most recently used
         first.
         """
@@ -494,11 +519,14 @@ class Cut:
 
     def _find_recording(self, x: Any, training: bool) -> StagedRecording:
         """Return the recording of an input like `x`; record it if there is none."""
-        key = _make_key(x, training)
+        key = make_key(x, training)
+        # taken out and put back, which makes it the last one in the dict
         staged = self._recordings.pop(key, None)
         if staged is None:
+            if self.is_recorded_elsewhere:
+                x = map_tensors(lambda t: t.to("meta"), x)
             staged = _record(
-                self._recorded_model, self.begins, x, training, self._homes, self._unread
+                self.recorded_model, self.begins, x, training, self._homes, self._unread
             )
             if self._homes:
                 self._require_homes(staged)
@@ -511,7 +539,7 @@ class Cut:
         `BadInput` if there is none.
         """
         shapes = tuple(tuple(t.shape) for t in flatten_tensors(value))
-        for recording in self._list_latest(training):
+        for recording in self.list_latest(training):
             if recording.stages[stage].input_shapes == shapes:
                 return recording
         raise BadInput(
@@ -535,7 +563,7 @@ class Cut:
                     )
 
 
-def _make_key(x: Any, training: bool) -> Any:
+def make_key(x: Any, training: bool) -> Any:
     """Return the key of a forward's recording: mode, whether gradients are on, shapes and dtypes of
     the input.
     """
@@ -596,9 +624,19 @@ class Piece(nn.Module):
         ids = {id(t) for t in self.list_tensors()}
         return {
             name: t.detach()
+            # keep_vars gives the tensors themselves, whose ids can be compared
             for name, t in self.cut.model.state_dict(keep_vars=True).items()
             if id(t) in ids
         }
+
+    def list_constants(self) -> list[torch.Tensor]:
+        """Return the tensors that the code between the modules has made without the input."""
+        staged = self.cut.list_latest(self.training)[0]
+        leaves = [
+            leaf for call in staged.stages[self.stage].calls for leaf in call.arguments.leaves
+        ]
+        leaves += staged.stages[self.stage].output.leaves
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def list_weights(self) -> list[str]:
         """Return the names of the piece's trained parameters, each by its first name in the

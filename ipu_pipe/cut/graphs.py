@@ -10,8 +10,13 @@ what each of them needs:
     weight gradient   kept tensors                           -> weight gradients
 
 The weights are arguments of every pass that reads them, so a backward may read another version than
-its forward did. The cut decides what a backward then computes. An operation belongs to the forward
-only if the forward's *outputs* need it. Cut by "does it depend on the incoming gradient", the
+its forward did. So is every other tensor that a module or the loss keeps: buffers, class weights, a
+mask in an attribute are *state*, of which a forward returns the new values. Tensors that a forward
+makes of Python's numbers (positions, causal masks) are constants of the graph. A tensor that is
+neither is refused, because nobody would see that it has changed.
+
+The cut decides what a backward then computes. An operation belongs to the forward only if the
+forward's *outputs* need it. Cut by "does it depend on the incoming gradient", the
 product `scale * rstd` of a norm's backward would move into the forward and read the forward's
 scale, where autograd reads the scale of the backward: methods whose backward reads newer weights
 would be wrong by 1e-5, all others exact.
@@ -22,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from dataclasses import dataclass
-from typing import AbstractSet, Any, Callable, Iterable, Iterator, NamedTuple, Sequence
+from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import fx, nn
@@ -32,11 +37,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.cut.cutting import Piece, cut_model, list_crossings
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.model.batch import map_tensors, sort_keys
+from ipu_pipe.model.batch import list_tensors, map_tensors, sort_keys
+from ipu_pipe.model.frames import find_running_line, find_user_frame
 from ipu_pipe.model.loss import Loss, call_loss, count_right, take_scores
 from ipu_pipe.model.modes import set_mode
+from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.randomness import derive_seed
 from ipu_pipe.model.restoring import restore_all, restore_function
+from ipu_pipe.model.values import Source, list_attributes, list_values_of, name_place, walk_tensors
+from ipu_pipe.model.watching import FunctionWatch
 from ipu_pipe.text import list_some
 
 aten = torch.ops.aten
@@ -48,29 +57,18 @@ DROPOUTS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
     nn.Dropout2d: F.dropout2d,
     nn.Dropout3d: F.dropout3d,
 }
-# the entry of a node's meta that torch copies from the forward; here {name of the innermost module}
+# the entry of a node's meta that torch copies from the forward; here {name of the innermost module:
+# line of the caller's}
 _MODULES = "nn_module_stack"
-# operations whose result shares the memory of their argument: autograd, which saves it, sees a
-# weight that was overwritten
-_VIEWS = {
-    aten.alias.default,
-    aten.as_strided.default,
-    aten.detach.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    operator.getitem,
-}
+_KEEP = "keep it in a buffer of a fixed shape"
+# a loss, among the names of modules
+_LOSS = "the loss"
+# what torch's tracer raises where Python reads the values of a tensor
+_READS_VALUES = (
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "GuardOnDataDependentSymNode",
+)
 
 
 class Mask(NamedTuple):
@@ -103,8 +101,26 @@ def draw_masks(
     """Return the masks of a microbatch, those that every backend draws (`KeyedRandomness`)."""
     if not masks:
         return []
+    # the masks are drawn on the CPU, so that no GPU's generator has to be saved
     with torch.random.fork_rng(devices=[]):
         return [mask.draw(model.get_submodule(mask.module), seed, microbatch) for mask in masks]
+
+
+class _Held(NamedTuple):
+    """A value that a module or the loss keeps beside the model's weights and buffers. `source`:
+    where, None where a forward may not change it (closures, containers); `version`: of a tensor.
+    """
+
+    value: Any
+    source: Source | None
+    version: int | None
+
+    def is_same(self, other: _Held) -> bool:
+        """Return whether the other is the same tensor, unwritten, or the same number."""
+        if isinstance(self.value, torch.Tensor):
+            return self.value is other.value and self.version == other.version
+        # a NaN is not equal to itself
+        return bool(self.value == other.value) or self.value is other.value
 
 
 @dataclass(frozen=True)
@@ -112,12 +128,14 @@ class StageGraphs:
     """The passes of one stage as functions of tensors; their arguments and results are flat lists.
 
     `weights`: the names of the trained parameters in the model, in the order of the arguments.
-    `state`: buffers and parameters that are not trained. `masks`: the dropout masks. `inputs`,
-    `labels`: the tensors of a microbatch that enter. `outputs`: the tensors that leave; of the last
-    stage the loss, and (right, counted) labels if `counts_labels`. `saved`: the tensors that a
-    forward leaves to its backward. `gradients`: the outputs whose gradients a backward takes, by
-    index. `differentiable`: the inputs whose gradients it returns. `kept`: the tensors that the
-    input gradient leaves to the weight gradient. A gradient that does not exist is None.
+    `state`: buffers, parameters that are not trained, and other tensors that modules or the loss
+    keep; `sources`: where the host has them. `masks`: the dropout masks. `inputs`, `labels`: the
+    tensors of a microbatch that enter. `outputs`: the tensors that leave; of the last stage the
+    loss, and (right, counted) labels if `counts_labels`. `saved`: the tensors that a forward leaves
+    to its backward. `gradients`: the outputs whose gradients a backward takes, by index.
+    `differentiable`: the inputs whose gradients it returns, `returned` those whose gradients exist.
+    `kept`: the tensors that the input gradient leaves to the weight gradient. A gradient that does
+    not exist is None.
     """
 
     forward: fx.GraphModule
@@ -126,12 +144,14 @@ class StageGraphs:
     weight_gradient: fx.GraphModule
     weights: tuple[str, ...]
     state: tuple[str, ...]
+    sources: tuple[Source, ...]
     masks: tuple[Mask, ...]
     inputs: int
     labels: int
     outputs: int
     gradients: tuple[int, ...]
     differentiable: tuple[int, ...]
+    returned: frozenset[int]
     saved: tuple[torch.Tensor, ...]
     kept: tuple[torch.Tensor, ...]
     counts_labels: bool = False
@@ -183,24 +203,22 @@ def trace_pieces(
     crossings = list_crossings(pieces)
     x, y = example
     value: Any = map_tensors(lambda t: t.detach().clone(), sort_keys(x))
-    graphs = []
+    stages: list[tuple[_Stage, list[Mask]]] = []
+    graphs: list[StageGraphs] = []
     with restore_all(model), restore_function(loss):
         set_mode(model, True)
         for s, piece in enumerate(pieces):
             is_last = s == len(pieces) - 1
             entering = [spec.differentiable for spec in crossings[s - 1].tensors] if s else None
             stage = _Stage(piece, entering, value, y if is_last else None, loss)
-            output, masks = stage.observe()
-            try:
-                graphs.append(stage.trace(masks))
-            except BadInput:
-                raise
-            # torch's tracer may raise anything on a user's model
-            except Exception as error:
-                raise BadInput(
-                    f"model: stage {s} cannot be traced into a graph: {summarize(error)}"
-                ) from error
+            with stage.explain_errors():
+                output, masks = stage.observe()
+            stages.append((stage, masks))
             value = map_tensors(torch.Tensor.detach, output)
+        # the last stage first, which tells what gradients come back to the stage before
+        for stage, masks in reversed(stages):
+            with stage.explain_errors():
+                graphs.insert(0, stage.trace(masks, graphs[0].returned if graphs else None))
     return graphs
 
 
@@ -225,35 +243,113 @@ class _Stage:
         names.update({id(t): name for name, t in reversed([*model.named_parameters()])})
         tensors = {id(t): t for t in piece.list_tensors()}
         self.weights = {names[i]: t for i, t in tensors.items() if t.requires_grad}
-        self.state = {names[i]: t for i, t in tensors.items() if not t.requires_grad}
+        # the running modules, the innermost last
+        self._running: list[str] = []
+        # whether anything that leaves has a gradient
+        self._trains = False
         self.dropouts = {
             name: module
             for name, module in model.named_modules()
             if type(module) in DROPOUTS and any(module is m for m in piece.modules())
         }
-        tables = {id(table): table for m in piece.modules() for table in _list_tables(m)}
+        tables = {id(t): t for m in piece.modules() for t in (m._parameters, m._buffers)}
         # every place that holds one of the tensors, tied ones too
-        self._places = [
+        self._places: list[tuple[Any, Any, str]] = [
             (table, key, names[id(t)])
             for table in tables.values()
             for key, t in table.items()
             if t is not None
         ]
+        self.state = {
+            name: Source(table, key)
+            for table, key, name in self._places
+            if name not in self.weights
+        }
+        # what a forward keeps that was not there before
+        self._new: list[str] = []
+        # id of a tensor that no forward changes -> its name and place
+        self._constants: dict[int, tuple[str, Source]] = {}
+
+    @contextlib.contextmanager
+    def explain_errors(self) -> Iterator[None]:
+        """Raise `BadInput` for what torch's tracer raises, with the module and the caller's line."""
+        try:
+            yield
+        except BadInput:
+            raise
+        # it may raise anything on a user's model
+        except Exception as error:
+            frame = find_user_frame(error)
+            line = "" if frame is None else f", {frame.filename}:{frame.lineno}"
+            where = (self._running or ["the model itself"])[-1]
+            raise BadInput(
+                f"model: stage {self.piece.stage} cannot be traced into a graph: {where}{line}: "
+                f"{self._explain(error)}"
+            ) from error
+
+    def _explain(self, error: Exception) -> str:
+        # by name, because torch defines them in modules that are not public
+        if type(error).__name__ in _READS_VALUES:
+            return "a graph cannot depend on the values of a tensor (if, item, nonzero)"
+        if "functional graph" in str(error) or "fake buffer" in str(error):
+            names = f" ({list_some(self._new)})" if self._new else ""
+            return f"a tensor that is not a buffer changes from forward to forward{names}: {_KEEP}"
+        return summarize(error)
 
     # ---- one run of the piece
 
     def observe(self) -> tuple[Any, list[Mask]]:
         """Run the piece once; return its output and the masks that its dropout modules draw."""
         masks: list[Mask] = []
+        before = dict(self._list_held())
 
         def drop(name: str, x: torch.Tensor) -> torch.Tensor:
             call = self.piece.calls_before.get(name, 0) + sum(m.module == name for m in masks)
             masks.append(Mask(name, call, tuple(x.shape), x.stride(), x.dtype))
             return x.clone()
 
+        tensors = [t.clone().requires_grad_(r) for t, r in zip(self.inputs, self.entering)]
         with self._replace_dropouts(drop), torch.enable_grad():
-            value = tree_unflatten(self.value_leaves, self.value_spec)
-            return self.piece(map_tensors(torch.clone, value)), masks
+            # a copy, because an argument that has a gradient may not be written
+            value = _fill(self.value_leaves, self.value_spec, [t.clone() for t in tensors])
+            output = leaving = self.piece(value)
+            if self.has_loss:
+                y = _fill(self.label_leaves, self.label_spec, [t.clone() for t in self.labels])
+                leaving = call_loss(self.loss, output, y)
+        self._trains = any(t.requires_grad for t in list_tensors(leaving))
+        self._compare_held(before, dict(self._list_held()))
+        return output, masks
+
+    def _list_held(self) -> Iterator[tuple[str, _Held]]:
+        """Yield by name the tensors and numbers that modules and the loss keep beside the model's
+        weights and buffers.
+        """
+        for module_name, module in self.piece.cut.model.named_modules():
+            for name, value, source in list_attributes(module_name, vars(module)):
+                yield from _walk_held(name, value, source)
+        if self.has_loss:
+            for name, value, source in list_values_of(get_user_loss(self.loss)):
+                yield from _walk_held(name_place(("loss", name)), value, source)
+
+    def _compare_held(self, before: dict[str, _Held], after: dict[str, _Held]) -> None:
+        """Take the tensors that the forward has changed for state, and the others for constants.
+        Raise `BadInput` for other changes, which a graph would not make.
+        """
+        self._new = [name for name in after if name not in before]
+        for name, earlier in before.items():
+            now = after.get(name)
+            if now is not None and earlier.is_same(now):
+                if isinstance(earlier.value, torch.Tensor):
+                    source = earlier.source or Source({name: earlier.value}, name)
+                    self._constants[id(earlier.value)] = name, source._replace(is_written=False)
+            elif now is None or earlier.source is None or not _is_alike(earlier.value, now.value):
+                raise BadInput(
+                    f"model: stage {self.piece.stage}: {name}: a forward changes it, but a graph "
+                    f"would not: {_KEEP}"
+                )
+            else:
+                self.state[name] = earlier.source
+                self._places.append((earlier.source.table, earlier.source.key, name))
 
     @contextlib.contextmanager
     def _replace_dropouts(
@@ -287,19 +383,20 @@ class _Stage:
 
     @contextlib.contextmanager
     def _name_modules(self) -> Iterator[None]:
-        """Write the name of the innermost running module into the meta of the nodes it makes."""
-        stack: list[str] = []
+        """Write the name of the innermost running module, and the caller's line, into the meta of
+        the nodes it makes.
+        """
 
         def begin(name: str) -> Callable[..., None]:
-            def push(*_: Any) -> None:
-                stack.append(name)
-                traceback.current_meta[_MODULES] = {name}
-
-            return push
+            return lambda *_: self._running.append(name)
 
         def end(*_: Any) -> None:
-            stack.pop()
-            traceback.current_meta[_MODULES] = set(stack[-1:])
+            self._running.pop()
+
+        def note(function: Any, args: Any, keywords: Any) -> Any:
+            name = self._running[-1] if self._running else ""
+            traceback.current_meta[_MODULES] = {name: find_running_line()}
+            return function(*args, **keywords)
 
         handles = []
         inside = {id(m) for m in self.piece.modules()}
@@ -308,7 +405,7 @@ class _Stage:
                 handles.append(module.register_forward_pre_hook(begin(name)))
                 handles.append(module.register_forward_hook(end))
         try:
-            with traceback.preserve_node_meta():
+            with traceback.preserve_node_meta(), FunctionWatch(note):
                 yield
         finally:
             for handle in handles:
@@ -316,8 +413,10 @@ class _Stage:
 
     # ---- the joint graph and its cut
 
-    def trace(self, masks: Sequence[Mask]) -> StageGraphs:
-        """Return the graphs of the piece's passes."""
+    def trace(self, masks: Sequence[Mask], arriving: Collection[int] | None) -> StageGraphs:
+        """Return the graphs of the piece's passes. `arriving`: the outputs whose gradients the next
+        stage returns, None for the last stage.
+        """
         counts_labels = False
         gradients: tuple[int, ...] = ()
         groups = [
@@ -341,11 +440,13 @@ class _Stage:
                 with self._replace_dropouts(lambda name, x: x * unused_masks.pop(0)):
                     output = self.piece(value)
                 if self.has_loss:
+                    self._running.append(_LOSS)
                     y = _fill(self.label_leaves, self.label_spec, labels)
                     loss = call_loss(self.loss, output, y)
                     counts = count_right(take_scores(self.loss, output), y)
                     counts_labels = counts is not None
                     output = (loss, counts) if counts_labels else (loss,)
+                    self._running.pop()
             leaves = [t for t in tree_flatten(output)[0] if isinstance(t, torch.Tensor)]
             gradients = tuple(i for i, t in enumerate(leaves) if t.requires_grad)
             # an output may be an input, which the tracer refuses
@@ -354,38 +455,108 @@ class _Stage:
                 *(tensors[name].detach().clone() for name in self.state),
             )
 
-        mask_tensors = [
-            torch.empty_strided(m.shape, m.stride, dtype=m.dtype).fill_(1) for m in masks
-        ]
         requires = [True] * groups[0] + [False] * (groups[1] + groups[2])
         requires += self.entering + [False] * groups[4]
-        flat = [*self.weights.values(), *self.state.values(), *mask_tensors]
-        flat += [*self.inputs, *self.labels]
-        arguments = [t.detach().clone().requires_grad_(r) for t, r in zip(flat, requires)]
+        # of a stage under no_grad, or whose weights are frozen
+        requires = [r and self._trains for r in requires]
+        arguments = [
+            t.detach().clone().requires_grad_(r)
+            for t, r in zip(self._list_arguments(masks), requires)
+        ]
         with self._name_modules():
             joint = _trace_joint(run, arguments)
         _refuse_draws(joint, self.piece.stage)
-        passes = _Passes(joint, groups, requires)
+        self._lift_constants(joint, groups, requires)
+        absent = [arriving is not None and i not in arriving for i in gradients]
+        passes = _Passes(joint, groups, requires, absent)
+        differentiable = [i for i, d in enumerate(self.entering) if d]
         return StageGraphs(
             passes.extract_forward(),
             passes.extract_backward(),
             *passes.split_backward(),
             weights=tuple(self.weights),
             state=tuple(self.state),
+            sources=tuple(self.state.values()),
             masks=tuple(masks),
             inputs=groups[3],
             labels=groups[4],
             outputs=len(passes.outputs) - groups[1],
             gradients=gradients,
-            differentiable=tuple(i for i, d in enumerate(self.entering) if d),
+            differentiable=tuple(differentiable),
+            returned=frozenset(
+                i for i, g in zip(differentiable, passes.input_gradients) if g is not None
+            ),
             saved=tuple(node.meta["val"] for node in passes.saved),
             kept=tuple(node.meta["val"] for node in passes.kept),
             counts_labels=counts_labels,
         )
 
+    def _list_arguments(self, masks: Sequence[Mask]) -> list[torch.Tensor]:
+        """Return the arguments of a forward: weights, state, masks, inputs and labels."""
+        state = [source.value for source in self.state.values()]
+        ones = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype).fill_(1) for m in masks]
+        return [*self.weights.values(), *state, *ones, *self.inputs, *self.labels]
 
-def _list_tables(module: nn.Module) -> list[dict[str, Any]]:
-    return [module._parameters, module._buffers]
+    def _lift_constants(self, joint: Any, groups: list[int], requires: list[bool]) -> None:
+        """Make the caller's tensors that a graph reads arguments: state that stays as it is."""
+        places = [node for node in joint.graph.nodes if node.op == "placeholder"]
+        first = sum(groups[:2])
+        lifted: dict[str, fx.Node] = {}
+        for node in [node for node in joint.graph.nodes if node.op == "get_attr"]:
+            name = self._find_constant(getattr(joint, node.target), node)
+            if name is None:
+                continue
+            if name not in lifted:
+                with joint.graph.inserting_before(places[first]):
+                    lifted[name] = joint.graph.placeholder(f"constant_{len(lifted)}")
+                lifted[name].meta = dict(node.meta)
+            node.replace_all_uses_with(lifted[name])
+            joint.graph.erase_node(node)
+        *_, end = joint.graph.nodes
+        results = list(end.args[0])
+        outputs = len(results) - (sum(groups) if any(requires) else 0)
+        if any(requires):
+            results[outputs + first : outputs + first] = [None] * len(lifted)
+        results[outputs:outputs] = lifted.values()
+        end.args = (tuple(results),)
+        groups[1] += len(lifted)
+        requires[first:first] = [False] * len(lifted)
+
+    def _find_constant(self, tensor: torch.Tensor, node: fx.Node) -> str | None:
+        """Return the name of the caller's tensor that a node reads, None for a tensor that the
+        forward has made. Raise `BadInput` if it is neither, because a change would not be seen.
+        """
+        name, source = self._constants.get(id(tensor), ("", None))
+        if source is not None:
+            self.state[name] = source
+            return name
+        is_literal = all(user.target is aten.lift_fresh_copy.default for user in node.users)
+        # of the code between modules, which has run when the model was cut
+        if is_literal or any(tensor is t for t in self.piece.list_constants()):
+            return None
+        reader = next(iter(node.users))
+        raise BadInput(
+            f"model: stage {self.piece.stage}: {describe_node(reader)} reads a tensor of shape "
+            f"{tuple(tensor.shape)} that neither the stage's modules nor the loss hold: register it "
+            "as a buffer"
+        )
+
+
+def _walk_held(name: str, value: Any, source: Source | None) -> Iterator[tuple[str, _Held]]:
+    """Yield a number, or the tensors in a value, by name."""
+    if type(value) in (bool, int, float):
+        yield name, _Held(value, source, None)
+    for inner, tensor in walk_tensors(name, value):
+        # tensors of inference mode do not count their versions
+        version = None if tensor.is_inference() else tensor._version
+        yield inner, _Held(tensor, source if tensor is value else None, version)
+
+
+def _is_alike(before: Any, now: Any) -> bool:
+    """Return whether a tensor has taken the place of one of its shape and type."""
+    if not isinstance(before, torch.Tensor) or not isinstance(now, torch.Tensor):
+        return False
+    return before.shape == now.shape and before.dtype == now.dtype
 
 
 def _split(values: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
@@ -410,11 +581,15 @@ def _trace_joint(run: Callable[..., Any], arguments: list[torch.Tensor]) -> Any:
     """Trace a function and its gradients into one graph of core ATen operations."""
     # a private part of torch, which the IPUs' torch 2.0.1 does not have
     from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._subclasses import FakeTensorMode
 
     needs_gradient = any(t.requires_grad for t in arguments)
+    # tensors that are no arguments come into the graph as they are
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = tuple(mode.from_tensor(t) for t in arguments)
     with _write_out_attention():
         joint: Any = aot_export_joint_simple(
-            run, tuple(arguments), trace_joint=needs_gradient, decompositions=_list_decompositions()
+            run, fakes, trace_joint=needs_gradient, decompositions=_list_decompositions()
         )
     _separate_weight_gradients(joint.graph)
     joint.graph.eliminate_dead_code()
@@ -437,32 +612,15 @@ def _list_decompositions() -> dict[Any, Any]:
 
     table = dict(core_aten_decompositions())
     further = [
-        aten.native_batch_norm_backward,
-        aten.native_group_norm_backward,
-        aten.native_layer_norm_backward,
         aten._native_batch_norm_legit_functional,
         aten.native_batch_norm,
         aten._native_batch_norm_legit,
         aten.native_group_norm,
         aten.native_layer_norm,
         aten.addmm,
-        aten.baddbmm,
         aten.gelu,
-        aten.gelu_backward,
-        aten.threshold_backward,
-        aten.nll_loss_forward,
-        aten.nll_loss_backward,
         aten._log_softmax,
-        aten._log_softmax_backward_data,
         aten._softmax,
-        aten._softmax_backward_data,
-        aten.embedding_dense_backward,
-        aten.t,
-        aten.rsub,
-        aten.silu,
-        aten.silu_backward,
-        aten._unsafe_index_put,
-        aten.masked_fill,
     ]
     table.update(get_decompositions(further))
     return table
@@ -493,24 +651,27 @@ def _separate_weight_gradients(graph: fx.Graph) -> None:
             of_input.meta = dict(node.meta)
             of_weight.meta = dict(node.meta)
         for user in list(node.users):
+            # the users take elements: 0 is the gradient of the input, 1 and 2 those of weight and
+            # bias
             user.replace_input_with(node, of_weight if user.args[1] else of_input)
         graph.erase_node(node)
 
 
-def find_module(node: fx.Node) -> str:
+def describe_node(node: fx.Node, fault: str = "") -> str:
     """Return the name of the module whose forward made a node, or for a backward the module whose
-    tensors it reads.
+    tensors it reads; in brackets its operation, after `fault`, and the caller's line.
     """
     unvisited = [node]
     seen = {node}
     for candidate in unvisited:
-        names = set(candidate.meta.get(_MODULES, ())) - {""}
-        if names:
-            return str(names.pop())
+        for module, line in candidate.meta.get(_MODULES, {}).items():
+            if module:
+                at = f" at {line}" if line else ""
+                return f"{module} ({fault}{node.target}{at})"
         inputs = [i for i in reversed(candidate.all_input_nodes) if i not in seen]
         unvisited += inputs
         seen.update(inputs)
-    return "the model itself"
+    return f"the model itself ({fault}{node.target})"
 
 
 def _refuse_draws(joint: fx.GraphModule, stage: int) -> None:
@@ -518,7 +679,7 @@ def _refuse_draws(joint: fx.GraphModule, stage: int) -> None:
     all.
     """
     names = {
-        f"{find_module(node)} ({node.target})"
+        describe_node(node)
         for node in joint.graph.nodes
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     }
@@ -531,10 +692,17 @@ def _refuse_draws(joint: fx.GraphModule, stage: int) -> None:
 
 class _Passes:
     """The cut of a joint graph into passes. `groups`: the number of weights, state, masks, inputs
-    and labels among its arguments; `requires`: which arguments get a gradient.
+    and labels among its arguments; `requires`: which arguments get a gradient; `absent`: which
+    gradients of outputs never come, because the next stage does not differentiate them.
     """
 
-    def __init__(self, joint: fx.GraphModule, groups: Sequence[int], requires: list[bool]) -> None:
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        groups: Sequence[int],
+        requires: list[bool],
+        absent: Sequence[bool],
+    ) -> None:
         self._joint = joint
         self._order = {node: i for i, node in enumerate(joint.graph.nodes)}
         places = [node for node in joint.graph.nodes if node.op == "placeholder"]
@@ -546,6 +714,10 @@ class _Passes:
         outputs = len(results) - (count if any(requires) else 0)
         self.outputs = list(results[:outputs])
         by_argument = list(results[outputs:]) or [None] * count
+        # a weight that no gradient reaches has None, as in autograd, not zeros: optimizers skip it
+        present = {t for t, is_absent in zip(self._tangents, absent) if not is_absent}
+        if any(absent):
+            by_argument = [g if _list_ancestors([g]) & present else None for g in by_argument]
         self.weight_gradients = by_argument[: groups[0]]
         first = sum(groups[:3])
         self.input_gradients = [
@@ -560,7 +732,7 @@ class _Passes:
         views = set(self._weights)
         for node in self._joint.graph.nodes:
             inputs = node.all_input_nodes
-            if node.target in _VIEWS and inputs and all(i in views for i in inputs):
+            if inputs and _is_view(node) and all(i in views for i in inputs):
                 views.add(node)
         return views
 
@@ -588,6 +760,7 @@ class _Passes:
                 saved.add(node)
             else:
                 unvisited += node.all_input_nodes
+        # by their place in the graph, because a set of nodes has another order in each process
         return sorted(saved, key=self._order.__getitem__)
 
     def extract_forward(self) -> fx.GraphModule:
@@ -639,6 +812,15 @@ class _Passes:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output([copies[r] if isinstance(r, fx.Node) else None for r in results])
         return fx.GraphModule(self._joint, graph)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Return whether a node's result shares the memory of its argument: autograd, which saves it,
+    sees a weight that was overwritten.
+    """
+    # these two are no views by their signatures
+    others = (operator.getitem, aten._unsafe_view.default)
+    return node.target in others or getattr(node.target, "is_view", False)
 
 
 def _list_nodes(results: Iterable[Any]) -> list[fx.Node]:

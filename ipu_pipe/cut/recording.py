@@ -30,7 +30,7 @@ import functools
 import pickle
 import random
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, NoReturn, Sequence, Union
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, NoReturn, Sequence, Union
 
 import numpy as np
 import torch
@@ -155,6 +155,8 @@ ANYWHERE = -1
 # operations that give Python a tensor's values, and functions that do so without an operation
 VALUE_READS = {"_local_scalar_dense", "equal", "is_nonzero", "allclose"}
 PYTHON_READS = {"tolist", "numpy", "__array__", "__dlpack__"}
+PACK_INSIDE = "pass the padded tensor and the lengths, and pack in the module that needs it"
+RETURN_A_NEST = "return the tensors in a tuple, NamedTuple, list or dict"
 # recorded although they return no tensor
 HOOKS = {"register_hook", "retain_grad"}
 
@@ -194,6 +196,8 @@ class Recorder:
         # live memory -> the stage that made it
         self._live: dict[int, int] = {get_storage(t): ANYWHERE for t in weights}
         self._live.update({get_storage(t): 0 for t in inputs})
+        # storages of random numbers, and of what was computed from them alone
+        self._drawn: set[int] = set()
         # storages that are arguments of this stage's calls
         self._arguments: set[int] = set()
         # ids and storage numbers are not reused while these tensors are referenced
@@ -208,11 +212,17 @@ class Recorder:
             f"{why}"
         )
 
-    def _fail_on_values(self, operation: str) -> NoReturn:
+    def _fail_on_values(self, operation: str, is_drawn: bool = False) -> NoReturn:
+        is_number = operation == "_local_scalar_dense"
+        if is_drawn:
+            self._fail(
+                "a random number read from a tensor (LayerDrop?)" if is_number else operation,
+                "in a module that is cut, Python runs only once, so every microbatch would take the "
+                "branch of the first: draw in a module that no stage begins inside, or use "
+                f"{EMULATOR}",
+            )
         self._fail(
-            {"_local_scalar_dense": "a number read from a tensor (if, item, int)"}.get(
-                operation, operation
-            ),
+            "a number read from a tensor (if, item, int)" if is_number else operation,
             "in a module that is cut, the forward depends on a tensor's values: begin stages at "
             f"whole modules around it, put it into a module of its own, or use {EMULATOR}",
             ReadsValues,
@@ -273,6 +283,7 @@ class Recorder:
         """Call a torch function and record it, unless it is inside a recorded call."""
         if self._is_busy or self._depth:
             return func(*args, **kwargs)
+        # an iterator cannot be played again; it yields the tensors that unbind returns
         if func is torch.Tensor.__iter__:
             return iter(self.watch_function(torch.Tensor.unbind, args, {}))
         name = name_operation(func)
@@ -280,6 +291,8 @@ class Recorder:
             self._fail_on_values(name)
         self._call_name = name
         self._made = set()
+        if func is torch.autograd.grad:
+            self._require_one_stage(*args, **kwargs)
         result = func(*args, **kwargs)
         # other functions return sizes and types
         if (
@@ -290,6 +303,20 @@ class Recorder:
             self._note_result(self._add_call(func, args, kwargs), result)
         return result
 
+    def _require_one_stage(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> None:
+        """Raise `BadInput` if `autograd.grad` differentiates with respect to an earlier stage."""
+        if any(self._get_maker(t) < self._stage for t in list_tensors(inputs)):
+            self._fail(
+                "torch.autograd.grad",
+                "it differentiates with respect to a tensor of an earlier stage, and no graph crosses "
+                "a boundary: put the call and what it differentiates into one module that no stage "
+                f"begins inside, or use {EMULATOR}",
+            )
+
+    def _get_maker(self, tensor: torch.Tensor) -> int:
+        """Return the stage that made a tensor, the present one if that is unknown."""
+        return self._live.get(get_storage(tensor), self._stage)
+
     # ---- [3] memory
 
     def watch_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -297,8 +324,9 @@ class Recorder:
         read = {get_storage(t) for t in list_tensors((*args, *kwargs.values()))}
         is_live = not read.isdisjoint(self._live)
         name = func.overloadpacket.__name__
-        if is_live and name in VALUE_READS and not self._depth:
-            self._fail_on_values(name)
+        is_drawn = not (is_live or read.isdisjoint(self._drawn))
+        if (is_live or is_drawn) and name in VALUE_READS and not self._depth:
+            self._fail_on_values(name, is_drawn)
         if self._depth and any(
             ANYWHERE < self._live.get(storage, ANYWHERE) < self._stage
             and storage not in self._arguments
@@ -311,8 +339,11 @@ class Recorder:
                 " module as an argument, or begin the stage elsewhere",
             )
         result = func(*args, **kwargs)
+        is_drawn |= not is_live and torch.Tag.nondeterministic_seeded in func.tags
         for tensor in list_tensors(result):
             storage = get_storage(tensor)
+            if is_drawn:
+                self._drawn.add(storage)
             if storage not in read:
                 self._made.add(storage)
                 self._alive.append(
@@ -333,7 +364,8 @@ class Recorder:
     def _add_call(self, target: Any, args: Any, keywords: Any) -> RecordedCall:
         # look at the arguments before and after flattening, because PyTorch may know a cache as a
         # nest
-        for value in (*args, *keywords.values(), *tree_flatten((args, keywords))[0]):
+        leaves = tree_flatten((args, keywords))[0]
+        for value in (*args, *keywords.values(), *leaves):
             if type(value).__name__.endswith("Cache"):
                 self._fail(
                     self._call_name,
@@ -341,6 +373,12 @@ class Recorder:
                     f"cannot cross a boundary:"
                     " set config.use_cache = False",
                 )
+            if isinstance(value, nn.utils.rnn.PackedSequence):
+                self._require_no_tensors(value, value, PACK_INSIDE)
+        for leaf in leaves:
+            # tensors, and PyTorch's nests, are followed
+            if not isinstance(leaf, (torch.Tensor, nn.Module, type)) and hasattr(leaf, "__dict__"):
+                self._require_no_tensors(leaf, vars(leaf).values(), RETURN_A_NEST)
         grad, (base_grad, base) = torch.is_grad_enabled(), self._base
         autocast = tuple(
             setting for setting, usual in zip(read_autocast(), base) if setting != usual
@@ -378,6 +416,18 @@ class Recorder:
             )
         self._alive.append(value)
         return value
+
+    def _require_no_tensors(self, holder: Any, parts: Iterable[Any], remedy: str) -> None:
+        """Raise `BadInput` if tensors of this forward are among the parts of an object that cannot
+        be taken apart and put together again.
+        """
+        tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+        if any(self._live.get(get_storage(t), ANYWHERE) > ANYWHERE for t in tensors):
+            self._fail(
+                self._call_name,
+                f"it gets tensors in a {type(holder).__name__}, which cannot cross a boundary: "
+                f"{remedy}",
+            )
 
     def _note_result(self, call: RecordedCall, result: Any) -> None:
         for i, tensor in enumerate(list_leaves(result)):
@@ -481,6 +531,7 @@ def _watch_modules(model: nn.Module, recorder: Recorder, pretends_tracing: bool)
         torch.set_autocast_cache_enabled(False)
         with contextlib.ExitStack() as handles:
             for module in model.modules():
+                # before the user's own hooks, so that what they call counts as inside the module
                 handles.enter_context(
                     module.register_forward_pre_hook(
                         recorder.begin_module, prepend=True, with_kwargs=True
@@ -515,6 +566,7 @@ def _require_unchanged_python(model: nn.Module, owners: Mapping[str, nn.Module])
         }
 
     def read_random() -> Any:
+        # as bytes, because numpy's state holds an array, which == compares element by element
         return random.getstate(), pickle.dumps(np.random.get_state())
 
     numbers = read_numbers()
@@ -524,7 +576,8 @@ def _require_unchanged_python(model: nn.Module, owners: Mapping[str, nn.Module])
         raise BadInput(
             f"model: {type(model).__name__}: its forward draws from Python's random or numpy's, "
             f"which no seed of a microbatch"
-            " reaches: draw from torch"
+            " reaches: draw from torch, inside a module that no stage begins inside if Python branches "
+            "on it"
         )
     for name, value in read_numbers().items():
         if numbers.get(name, value) != value:

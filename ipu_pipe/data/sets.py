@@ -108,29 +108,24 @@ def verify_files(name: str, folder: Path, root: str | Path | None) -> None:
         raise BadInput(f"data: {name}: {folder}: does not exist: {remedy}")
     # fetching does not replace an existing folder
     remedy = f"delete the folder and {remedy}"
-    faults = []
-    complete_files = {}
-    for file, (_, size) in FILES[name].items():
-        path = folder / file
-        if not path.is_file():
-            faults.append(f"data: {name}: {path}: missing: {remedy}")
-        elif path.stat().st_size != size:
-            faults.append(
-                f"data: {name}: {path}: {path.stat().st_size} bytes, must be {size}: {remedy}"
-            )
-        else:
-            complete_files[file] = path
+    paths = [folder / file for file in FILES[name]]
+    # threads gain here, since hashing lets go of Python's lock
     with ThreadPoolExecutor() as pool:
-        for file, md5 in zip(
-            complete_files, pool.map(lambda path: hash_file(path, "md5"), complete_files.values())
-        ):
-            if md5 != FILES[name][file][0]:
-                faults.append(
-                    f"data: {name}: {complete_files[file]}: its MD5 is not {FILES[name][file][0]}: "
-                    f"{remedy}"
-                )
-    if faults:
-        raise BadInput(faults)
+        reasons = list(pool.map(_explain_damage, paths, FILES[name].values()))
+    raise_faults(
+        [f"data: {name}: {path}: {why}: {remedy}" for path, why in zip(paths, reasons) if why]
+    )
+
+
+def _explain_damage(path: Path, expected: tuple[str, int]) -> str:
+    """Return why a file is not the one with the expected MD5 and size, "" if it is."""
+    md5, size = expected
+    if not path.is_file():
+        return "missing"
+    # the size first: it says more than a wrong hash, and reads nothing
+    if path.stat().st_size != size:
+        return f"{path.stat().st_size} bytes, must be {size}"
+    return "" if hash_file(path, "md5") == md5 else f"its MD5 is not {md5}"
 
 
 def _resolve_folder(name: str, root: str | None) -> Path:
@@ -154,6 +149,7 @@ def read_cifar(path: Path) -> Pair:
 def read_idx(images: Path, labels: Path) -> Pair:
     """Read images (n, 1, H, W) and labels (n,) of a pair of IDX files."""
     raw = np.fromfile(images, dtype=np.uint8)
+    # IDX headers are big-endian; 2051 and 2049 stand for bytes in three dimensions and in one
     magic, count, height, width = raw[:16].view(">i4").tolist()
     raw_labels = np.fromfile(labels, dtype=np.uint8)
     if magic != 2051 or raw_labels[:8].view(">i4").tolist() != [2049, count]:
@@ -219,6 +215,8 @@ def _load_shakespeare(root: str | None, seed: int, **options: Any) -> DataSource
 def _load_translation(root: str | None, seed: int, **options: Any) -> DataSource:
     folder = _resolve_folder("translation", root)
     english, spanish = (
+        # not splitlines, which splits at other characters too: line i of one file belongs to line i
+        # of the other
         (folder / file).read_text(encoding="utf-8").rstrip("\n").split("\n")
         for file in ("english.txt", "spanish.txt")
     )
@@ -309,7 +307,12 @@ def _make_synthetic(
 
 def _load_image_folder(root: str | None, seed: int, **options: Any) -> DataSource:
     # Pillow is needed only here
-    from ipu_pipe.data.images import ImageFolder
+    try:
+        from ipu_pipe.data.images import ImageFolder
+    except ImportError:
+        raise BadInput(
+            "data: image_folder: needs Pillow, which is not installed: pip install pillow"
+        ) from None
 
     return ImageFolder(root or os.environ.get("IPU_PIPE_DATA") or None, seed, **options)
 
@@ -384,6 +387,7 @@ def load_data(
     set_of_files = "translation" if name == "verses" else name
     if set_of_files in FILES:
         folder = Path(root or get_default_root()) / FOLDERS[set_of_files]
+        # by vars, because the protocol does not declare the attribute
         vars(source)["data_files"] = [folder / file for file in FILES[set_of_files]]
     elif name == "digits":
         vars(source)["data_files"] = [_find_digits_file()]

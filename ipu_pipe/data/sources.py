@@ -72,6 +72,7 @@ def split_batch(
     if isinstance(batch, Mapping):
         name = labels or next((key for key in LABELS if key in batch), None)
         if whole:
+            # a model that computes its loss may know its labels by another name
             return batch, None if name is None else batch.get(name)
         if name is None or name not in batch:
             why = f"has no {labels}" if labels else f"{', '.join(LABELS)}: none is among them"
@@ -100,6 +101,7 @@ def compute_checksum(batch: Any, before: int = 0) -> int:
     batches.
     """
     for tensor in list_tensors(batch):
+        # a view as bytes needs contiguous memory, and a dimension, which a scalar has not
         numbers = tensor.detach().cpu().contiguous().reshape(-1)
         before = zlib.crc32(numbers.view(torch.uint8).numpy().data, before)
     return before
@@ -355,6 +357,7 @@ def split_off_test(
     """Return [training part, test part] of a set; the `test` samples of the test part are drawn by
     `seed`.
     """
+    # not by the run's seed: runs with other seeds are evaluated on the same samples
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     test_order = order[:test]
     train_order = order[test:]

@@ -75,6 +75,7 @@ def make_stand_in(of: str, **options: Any) -> DataSource:
     not fit.
     """
     validation = options.pop("validation", None)
+    # nothing is read
     options.pop("root", None)
     subset = options.get("subset")
     test_subset = options.get("test_subset")

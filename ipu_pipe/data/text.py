@@ -54,12 +54,15 @@ class TextData(SampledData):
         characters_used, numbers = (
             (np.arange(128, dtype=np.uint8), codes)
             if ascii
+            # of the whole text, so that a model of its first part knows the characters of the rest
             else np.unique(codes, return_inverse=True)
         )
         self.vocabulary = characters_used.tobytes().decode("latin-1")
         self.vocabulary_size = len(characters_used)
+        # np.unique numbers by int64, eight times the memory of the text
         numbers = numbers[:characters].astype(np.uint8)
         train_length = len(numbers) * 9 // 10
+        # a training window beside that of the offset, and a test window with the character after it
         longest = min(train_length // 2, len(numbers) - train_length - 1)
         if context > longest:
             raise BadInput(
@@ -157,6 +160,7 @@ class TranslationData(TensorData):
         pairs = [
             (source, target)
             for source, target in read
+            # beside the target there is the begin or the end token
             if len(source) <= length and len(target) < length
         ]
         self.left_out = len(read) - len(pairs)
@@ -167,6 +171,7 @@ class TranslationData(TensorData):
                 f" {TEST_PAIRS}: use a larger length"
             )
         positions = torch.arange(len(pairs))
+        # the vocabulary must not know the words of the test pairs
         (chosen, _), _ = split_off_test(positions, positions, TEST_PAIRS)
         self.source_tokens = _list_most_frequent([pairs[i][0] for i in chosen.tolist()], vocabulary)
         self.target_tokens = _list_most_frequent([pairs[i][1] for i in chosen.tolist()], vocabulary)

@@ -203,6 +203,7 @@ class Hardware(Section):
                 "only the last level may hold all there are",
                 holds,
             )
+            # `index`: the first level may hold a single device
             is_no_multiple = holds is not None and (holds <= inner and index or holds % inner)
             yield Case(
                 is_no_multiple,
@@ -326,6 +327,7 @@ def read_hardware(source: Union[str, Mapping[str, Any]], key: str = "--hardware"
         return _validate({"name": "given", **source}, origins, key)
     path = _find_file(source, key)
     origins = {}
+    # what a description `extends` may be a shipped one
     raw = read_yaml(path, origins, _find_shipped)
     return _validate({"name": THIS if source == THIS else path.stem, **raw}, origins, str(path))
 
@@ -398,7 +400,9 @@ def count_sharing(hardware: Hardware, flows: Sequence[Flow]) -> List[int]:
     for flow, level in zip(flows, levels):
         assert level is not None, "a flow goes to another device"
         source, target = (device // level.shared_by for device in flow)
+        # with the level, since the groups of every level are numbered from 0
         ends.append(((id(level), source), (id(level), target)))
+    # apart, because a bandwidth is that of one direction
     leaving = Counter(source for source, _ in ends)
     entering = Counter(target for _, target in ends)
     return [max(leaving[source], entering[target]) for source, target in ends]
@@ -475,5 +479,6 @@ def make_all_reduce(hardware: Hardware, devices: Sequence[int], size: float) -> 
         for end in ("from", "to")
     )
     count = len(devices)
+    # kept apart from the seconds: a link is not occupied while a message is on its way
     latency = 2 * (count - 1) * level.latency.value
     return Transfer(compute_all_reduce_seconds(level, size, count) - latency, latency, tuple(links))

@@ -67,6 +67,7 @@ def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> dict[str
     here = max(1, (os.cpu_count() or 1) // threads)
     devices = kind.count_devices() if kind.is_accelerator else here
     with tempfile.TemporaryDirectory() as folder:
+        # a forked process would inherit thread pools and a CUDA context that do not work in it
         context = multiprocessing.get_context("spawn")
         arguments = (folder, os.getpid(), threads, device, devices > 1, seconds)
         processes = [
@@ -93,6 +94,7 @@ def describe(
     source = f"measured {time.strftime('%Y-%m-%d')} on {platform.node()}, torch {torch.__version__}"
 
     def make_figure(value: float) -> dict[str, Any]:
+        # a measurement does not repeat to more digits
         return {"value": float(f"{value:.4g}"), "source": source, "confirmed": True}
 
     rates = {
@@ -137,16 +139,19 @@ def _run_process(
     compute_together: bool,
     seconds: float,
 ) -> None:
+    # a command that is killed must not leave processes which load the machine
     end_with(parent)
     # on Ctrl-C the parent ends, and this process with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
+    # a file needs no free port
     store = dist.FileStore(str(Path(folder) / "store"), 2)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     torch_device = torch.device(device)
     kind = get_kind(device)
     if kind.is_accelerator:
+        # there are two processes even on a machine with one GPU
         torch_device = torch.device(device, rank % kind.count_devices())
         # a timer synchronizes the current device only
         kind.set_current(torch_device)
@@ -216,6 +221,7 @@ def _time_computing(torch_device: torch.device, seconds: float) -> dict[str, Any
     sizes = GPU_SIZES if get_kind(torch_device).is_accelerator else CPU_SIZES
     rates = {}
     for name in sizes.arithmetic:
+        # a device that lacks an arithmetic says so by an error of its kernels
         with contextlib.suppress(RuntimeError):
             rates[name] = _time_products(getattr(torch, name), torch_device, sizes, seconds)
     a = torch.ones(sizes.copied_bytes // 4, device=torch_device)
@@ -272,5 +278,6 @@ def split_latency(short: float, long: float) -> dict[str, float]:
     """
     return {
         "latency": short,
+        # a difference of times that are nearly equal would be noise
         "bandwidth": LONG_BYTES / (long - short if long > 2 * short else long),
     }

@@ -123,6 +123,7 @@ def count_kept(
 
     `lockstep`: on the timeline of PopTorch, which recomputes on all stages but the last.
     """
+    # a pipeline that never drains is followed until well after its start-up
     batches = 1 if method.flushes else -(-4 * (stages + accumulate) // accumulate)
     make = make_lockstep_schedule if lockstep else make_schedule
     schedule = make(method, stages, batches * accumulate, accumulate)
@@ -130,9 +131,13 @@ def count_kept(
     # stages of one device have their peaks at different times
     if method.order is not None:
         counts = schedule.count_at_peak(method.order.weight_share)
+        # a fraction is a microbatch of which only the weight gradient's part is left; an input is
+        # kept whole
         in_flight = np.ceil(counts).tolist() if recompute else counts
     microbatches = count_kept_microbatches(in_flight, recompute, method.segments, method.turn)
     if recompute and lockstep:
+        # the last stage's backward follows its forward at once, while the activations are still
+        # there
         microbatches.inputs[-1] = 0
     return KeptCounts(count_weight_copies(VersionTable(schedule, method)), *microbatches)
 
@@ -197,6 +202,7 @@ def compute_stage_memory(
         gradients=parameters * bytes_per_number.gradient,
         optimizer=0 if streamed else parameters * count_state_bytes(precision, moments),
         accumulators=0,
+        # autocast keeps a cast copy of the weights with every microbatch's activations
         saved=saved + parameters * bytes_per_number.cast,
         entering=entering,
         code=device.code_bytes if device is not None else 0.0,

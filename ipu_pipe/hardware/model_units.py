@@ -138,6 +138,7 @@ def _observe(
                 ), count_samples(x)
         # its forward reads values, and then may raise anything
         except Exception:
+            # there are no values with which to try again
             if get_first_tensor(x).is_meta:
                 raise
     few = clone_tensors(take_samples(x, FEW))

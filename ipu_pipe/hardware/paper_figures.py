@@ -40,6 +40,8 @@ def compute_pipedream_ratio(
     """
     weights = np.asarray(weights_per_stage, np.float64)
     ages = 2 * np.arange(len(weights) - 1, -1, -1) + 1
+    # minus the floor of the negative is the ceiling, without a float that could be a little too
+    # large
     tau = -(-ages // accumulate) if rounded else ages / accumulate
     return float((copies - 1 + (weights * tau).sum() / weights.sum()) / copies)
 
@@ -117,7 +119,9 @@ def compute_paper_figures(pipeline: PipelineSizes) -> dict[str, Any]:
     in_flight = np.asarray(pipeline.in_flight, np.int64)
     versions = np.asarray(pipeline.weight_copies, np.int64)
     P = len(weights)
+    # 2: the weights and their gradient
     synchronous = 2 + pipeline.moments
+    # the one version in the synchronous count makes room for all of the schedule
     total = (weights * (synchronous + pipeline.t2 - 1 + versions)).sum()
     copies = float(total / weights.sum())
     ratio, ratio_rounded = (

@@ -121,9 +121,11 @@ def _interpolate(unit: Unit, samples: int) -> UnitSeconds:
         return UnitSeconds(scale * points[0].forward, scale * points[0].backward)
     above = next((i for i, point in enumerate(points) if point.samples >= samples), len(points) - 1)
     a = points[max(above - 1, 0)]
+    # outside the measured sizes, the line through the two nearest goes on
     b = points[max(above, 1)]
     share = (samples - a.samples) / (b.samples - a.samples)
     return UnitSeconds(
+        # a line through noisy times may fall below 0 for small sizes
         max(a.forward + share * (b.forward - a.forward), 0.0),
         max(a.backward + share * (b.backward - a.backward), 0.0),
     )

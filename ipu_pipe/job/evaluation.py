@@ -76,6 +76,7 @@ def load_test_batches(
     samples = 0
     data: Any = setup.data if split == "test" else setup.validation
     read_shard = getattr(data, "test_shard", None)
+    # a subset ends after a number of samples, which nobody counts who reads one shard alone
     if shards > 1 and read_shard is not None and not subset:
         yield from map(setup.prepare_batch, read_shard(TEST_BATCH, shard, shards))
         return
@@ -91,6 +92,7 @@ def load_test_batches(
             x = take_samples(x, subset - samples)
             y = take_samples(y, subset - samples)
         samples += count_samples(x)
+        # after counting, so that every shard ends at the same batch of a subset
         if number % shards == shard:
             yield x, y
         if subset and samples >= subset:
@@ -121,7 +123,8 @@ class Tally:
         answers = count_right(take_scores(self._loss, output), y) if self._counts_labels else None
         loss = call_loss(self._loss, output, y).detach().double().reshape(())
         weight = torch.full_like(loss, samples) if answers is None else answers[1].double()
-        # do not read the numbers here, because that would make a GPU wait
+        # do not read the numbers here, because that would make a GPU wait; `where`, because a mean
+        # over no label is NaN, which the weight 0 alone would not remove
         return torch.stack([torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight])
 
     @property
@@ -181,4 +184,5 @@ def evaluate_batches(
             tallies = tallies or [Tally(loss, metrics) for _ in outputs]
             for tally, output in zip(tallies, outputs):
                 tally.add(output, y, count_samples(x))
+    # without a batch the result is None for each value
     return [evaluate_sums(metrics, tally.sums) for tally in tallies or [Tally(loss, metrics)]]

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
+import torch
 from torch import nn
 
 from ipu_pipe.config.schema import Config
@@ -277,13 +278,17 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
         raise BadInput(
             f"{place}: must be an import string module:name, such as models.resnet:resnet50"
         )
+    # a console script, unlike `python -m`, does not look for modules in the current folder
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        value = _import_module(module_name)
+        # a plan may build on the meta device, but a module keeps the tensors of its import
+        with torch.device("cpu"):
+            value = _import_module(module_name)
     # the user's module may raise anything
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        # otherwise the user's module is there, and misses one that it imports
         if missing and (module_name == missing or module_name.startswith(missing + ".")):
             hint = suggest(missing, _list_modules_beside(missing))
             raise BadInput(
@@ -328,6 +333,7 @@ def _import_module(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         top = name.partition(".")[0]
+        # a module that was found and fails at an import of its own must say so itself
         if top != MODELS or error.name not in (top, name):
             raise
         try:
@@ -347,6 +353,7 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: 
     except (TypeError, ValueError):
         return
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    # what goes into **kwargs only the function itself can judge
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     faults = [
         f"{key}.{show(name)}: {show(value)}: unknown argument, allowed are {', '.join(named)}"
@@ -438,6 +445,7 @@ def place_blocks(
             "parameters"
         )
         raise BadInput(f"stages.by: time: {why}")
+    # last_layers trains by the model's own output and has no heads
     take = make_output_selector(config, of_heads=method.structure.layers is None)
     model, part = make_blocks(
         model,

@@ -52,6 +52,7 @@ class MetricSums:
 
     def __init__(self, sum_batch: SumBatch, width: int) -> None:
         self._sum_batch = sum_batch
+        # float32 would stop counting at 2^24 labels
         self._sums = torch.zeros(width, dtype=torch.float64)
 
     def add(self, output: Any, y: Any, samples: int) -> None:
@@ -74,6 +75,7 @@ class _ObjectSums(MetricSums):
     def __init__(self, metric: Any) -> None:
         self._metric = copy.deepcopy(metric)
         self._batches = 0
+        # the user's object may have gathered something before, which a copy has too
         if hasattr(self._metric, "reset"):
             self._metric.reset()
 
@@ -82,6 +84,7 @@ class _ObjectSums(MetricSums):
         self._batches += 1
 
     def sums(self) -> torch.Tensor:
+        # several processes each have a value: their mean counts, over those that saw a batch
         value = float(self._metric.compute()) if self._batches else 0.0
         return torch.tensor([value, float(self._batches > 0)], dtype=torch.float64)
 
@@ -100,6 +103,7 @@ def _sum_answers(output: Any, y: Any, samples: int, among: int = 1) -> torch.Ten
 
 def _compute_share(sums: Sequence[float]) -> float | None:
     right, counted, without = sums
+    # a share without some of the batches would look like that of the set
     return right / counted if counted and not without else None
 
 
@@ -134,6 +138,7 @@ def _sum_errors(output: Any, y: Any, samples: int, name: str) -> torch.Tensor:
 def _compute_r2(sums: Sequence[float]) -> float | None:
     """Return 1 - (residual sum of squares) / (total sum of squares about the mean)."""
     count, residual, _, total, squares = sums
+    # not by differences from the mean, which no batch knows; float64 bears the cancellation
     about_mean = squares - total * total / count if count else 0.0
     return 1 - residual / about_mean if about_mean > 0 else None
 

@@ -85,6 +85,7 @@ class Overrides(NamedTuple):
             if callable(self.output):
                 descriptions["output"] = describe(self.output)
             output = GIVEN if callable(self.output) else self.output
+            # a model from Python has replaced the section already
             changes["model"] = changes.get("model", config.model).model_copy(
                 update={"output": output}
             )
@@ -140,6 +141,8 @@ def describe(value: Any) -> Description:
     public = {
         key: item
         for key, item in attributes.items()
+        # the mode of a module is no setting, and private attributes differ between versions of
+        # torch
         if key != "training" and not key.startswith("_")
     }
     return Description(name=qualify(value), settings=_select_plain(public))
@@ -162,9 +165,11 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> Description:
             {key: value for key, value in group.items() if key not in NOT_SETTINGS}
         )
         keys = sorted({*settings, *usual})
+        # over the keys of both: a setting that is off in this group only is missing in `settings`
         other = {key: settings.get(key) for key in keys if settings.get(key) != usual.get(key)}
         if other and other not in groups:
             groups.append(other)
+    # sorted, because groups are made stage by stage, and a resumed run may have other stages
     return Description(name=qualify(optimizer), settings=usual, groups=sorted(groups, key=str))
 
 
@@ -174,6 +179,7 @@ def _select_plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     plain = {}
     for key, value in values.items():
+        # torch allows a tensor as learning rate, which capturable optimizers need to change it
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if isinstance(value, (tuple, list)) and all(

@@ -1,17 +1,21 @@
-"""The job: the validated model, data, stages, schedule and version table of a run.
-ipu_pipe/pipeline/build.py builds it.
+"""The job: the validated model, loss, stages, versions and rules that a pipeline trains by; and the
+plan of a config's run, which has a length and stops.
+
+ipu_pipe/pipeline/build.py builds a job, ipu_pipe/run/build.py a plan.
 """
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
 
+import numpy as np
 import torch
 from torch import nn
+from typing_extensions import Self
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import GIVEN, Given
@@ -27,10 +31,16 @@ from ipu_pipe.model.loss import LabelRange, Labels, Loss, LossWeight, OwnLoss, g
 from ipu_pipe.model.observation import ForwardEffects, Observation
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import Footprint, Partition
-from ipu_pipe.schedule.clock import compute_busy_share
+from ipu_pipe.schedule.clock import (
+    Costs,
+    FloatArray,
+    compute_busy_share,
+    make_pass_costs,
+    time_updates,
+)
 from ipu_pipe.schedule.methods import METHODS, Method
 from ipu_pipe.schedule.table import Schedule
-from ipu_pipe.schedule.timelines import amortize_utilization, make_schedule
+from ipu_pipe.schedule.timelines import OPEN, amortize_utilization, make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.text import show
 from ipu_pipe.trace.events import SCHEMA
@@ -38,6 +48,7 @@ from ipu_pipe.update.apply import UpdateRules
 
 # precision -> dtype of a model's weights; for IPUs the dtype on the host
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+# autocast casts float32 weights in each pass; with masters the weights themselves are bfloat16
 DTYPES.update({MIXED: torch.float32, MASTERS: torch.bfloat16})
 DTYPES.update(dict.fromkeys(("16.16", "16.32", "32.32"), torch.float32))
 
@@ -54,6 +65,15 @@ class InitialWeights(NamedTuple):
     taken: int
     left_out: dict[str, str]
     new: list[str]
+
+
+class Length(NamedTuple):
+    """The updates of an epoch, None for data without epochs, and those of the run, OPEN for a
+    caller's loop.
+    """
+
+    per_epoch: int | None = None
+    updates: int = OPEN
 
 
 class ComparedSettings(NamedTuple):
@@ -95,6 +115,7 @@ class Setup:
     @property
     def data_name(self) -> str:
         """The config's name of the data, or the class of a data source from Python."""
+        # of loaders the data set says more than the class that wraps them
         class_name = type(getattr(self.data, "dataset", self.data)).__name__
         return class_name if self.config.data.name == GIVEN else self.config.data.name
 
@@ -133,6 +154,7 @@ class Setup:
         """
         assert self.loss_weight is not None
         value = self.loss_weight(get_labels(self.split_batch(batch)[1]))
+        # what float() raises for None, for a text and for a tensor of several numbers
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             # a sum of numbers beyond float32's would not be a number
             if not isinstance(value, bool) and 0 <= float(value) < MOST_WEIGHT:
@@ -148,6 +170,7 @@ class Setup:
         if isinstance(y, Labels):
             labels = y.labels
             require_tensors(y.asked, "what the loss takes", by_sample=True)
+        # a model that computes its loss itself may have the labels among its inputs only
         if y is not None or not isinstance(self.loss, OwnLoss):
             require_tensors(labels, "labels")
         # the CPU's loss checks labels itself, a GPU's kernel aborts
@@ -171,26 +194,23 @@ class Setup:
 
 @dataclass
 class Job(Setup):
-    """One run, ready to start. Updates are counted from 0 through the whole run; an epoch has
-    `updates_per_epoch` of them.
+    """What a pipeline trains, ready to start. Updates are counted from 0.
 
     If stages were balanced by measured time, `config` has the names of the modules at which they
     begin.
 
     `partition`: the stages. `table`: the weight versions that each pass reads. `optimizer`: of the
     stages that this process trains; `full_optimizer`: of all parameters of the model, which is read
-    for its groups and never steps. `base_rate` and `rate(k)`: learning rates before the update
-    rules; `plateau`: the one that follows evaluations. `updates_per_epoch`: None for data without a
-    length. `example`: the first microbatch; `observation`: of a training pass of it. `note`: a
-    message about the stages; `advice`: about the learning rate that the method advised. `done`:
-    updates before this start, where the pipeline is empty.
-    `used`: the optimizer and the loss, described.
+    for its groups and never steps. `base_rate`: of which the groups' learning rates are shares, 0
+    if each has its own. `updates_per_epoch`: None for data without a length, and in a caller's
+    loop; `updates`: of the schedule. `example`: the first microbatch; `observation`: of a training
+    pass of it. `note`: a message about the stages. `drains`: the updates after which the schedule
+    drains.
 
-    `wants_model`: callbacks read the whole model. `folder`: the folder of the run, for files of
-    every process. `data_fingerprints`: for record.json. On processes, `pieces`: the model cut into its
-    stages. `placement`: the device of each stage. `compared`: what ranks compare with each result.
-    `stage_graphs`: of the pieces, once a backend that compiles them has traced them
-    (`ipu_pipe.cut.graphs`).
+    `keeps_whole`: on processes, the whole model is read at evaluations and checkpoints. `folder`:
+    for files of every process. On processes, `pieces`: the model cut into its stages. `placement`:
+    the device of each stage. `compared`: what ranks compare with each result. `stage_graphs`: of
+    the pieces, once a backend that compiles them has traced them (`ipu_pipe.cut.graphs`).
     """
 
     partition: Partition
@@ -201,24 +221,31 @@ class Job(Setup):
     optimizer: torch.optim.Optimizer
     rules: UpdateRules
     base_rate: float
-    rate: Callable[[int], float]
     updates_per_epoch: int | None
     updates: int
     example: tuple[Any, Any]
     footprint: Footprint
     observation: Observation
     note: str = ""
-    advice: str = ""
-    done: int = 0
-    used: Given = Given()
-    plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
-    wants_model: bool = False
+    drains: Sequence[int] = ()
+    keeps_whole: bool = False
     folder: Path | None = None
-    data_fingerprints: dict[str, Any] | None = None
     pieces: Sequence[Piece] = ()
     placement: tuple[int, ...] = ()
     compared: ComparedSettings = ComparedSettings()
     stage_graphs: Sequence[Any] = ()
+
+    def close(self, updates: int, drains: Sequence[int]) -> Self:
+        """Return the job with a schedule that ends after `updates`, and drains after those of
+        `drains`.
+        """
+        N = self.schedule.accumulate
+        marks = [k * N for k in drains]
+        switch = self.rules.switch * N
+        stages = len(self.partition)
+        schedule = make_schedule(self.method, stages, updates * N, N, marks, switch)
+        table = VersionTable(schedule, self.method, self.config.seed)
+        return replace(self, schedule=schedule, table=table, updates=updates, drains=drains)
 
     @property
     def effects(self) -> ForwardEffects:
@@ -249,6 +276,7 @@ class Job(Setup):
         epoch's order.
         """
         accumulate = self.config.gradient_accumulation
+        # data without a length are one epoch that does not end
         epoch, index = (
             (0, m)
             if self.updates_per_epoch is None
@@ -265,10 +293,6 @@ class Job(Setup):
         owner = f" of replica {replica}" if self.replica_count > 1 else ""
         return self.weigh(batch, f"update {k}, microbatch {m}{owner}")
 
-    def count_epochs(self, done: int) -> float | None:
-        """Return `done` updates in epochs; None if the data has no length."""
-        return None if self.updates_per_epoch is None else done / self.updates_per_epoch
-
     def list_phases(self) -> list[tuple[str, int, Schedule]]:
         """Return (method, updates, schedule) of the run's phases: warm-up by GPipe (the schedule of
         a batch), the method.
@@ -279,19 +303,40 @@ class Job(Setup):
         if not warm:
             return [(self.method.name, self.updates, self.schedule)]
         batch = make_schedule(METHODS["gpipe"], stages, accumulate, accumulate)
+        # a run may end within its warm-up
         phases = [("gpipe", min(warm, self.updates), batch)]
         if self.updates > warm:
-            drains = [
-                k
-                for k in list_drains(self.config, self.updates, self.updates_per_epoch, self.done)
-                if k > warm
-            ]
-            marks = [(k - warm) * accumulate for k in drains]
+            marks = [(k - warm) * accumulate for k in self.drains if k > warm]
             schedule = make_schedule(
                 self.method, stages, (self.updates - warm) * accumulate, accumulate, marks
             )
             phases.append((self.method.name, self.updates - warm, schedule))
         return phases
+
+    def play_updates(self, costs: Costs | None, drains: Sequence[int], updates: int) -> FloatArray:
+        """Return the time (updates,) at which all stages have made each of the first `updates`
+        updates, in the unit of `costs`; None: a pass of a stage takes 1, its slot.
+
+            drains   0          40          80     an evaluation drains the pipeline
+            played   |--- 40 ---|--- 40 ---|       a stretch begins when the previous one has ended
+        """
+        warm = self.rules.switch
+        N = self.schedule.accumulate
+        marks = sorted({mark for mark in (0, warm, *drains, updates) if mark <= updates})
+        played: dict[tuple[str, int], FloatArray] = {}
+        ends = [np.zeros(1)]
+        for begin, end in zip(marks, marks[1:]):
+            # a warm-up runs as in GPipe
+            method = METHODS["gpipe"] if end <= warm else self.method
+            key = method.name, end - begin
+            # stretches between evaluations are mostly of one length, and playing takes long
+            if key not in played:
+                schedule = make_schedule(method, len(self.partition), key[1] * N, N)
+                stretch_costs = costs or make_pass_costs(schedule, self.placement)
+                played[key] = time_updates(schedule, stretch_costs, self.placement)
+            ends.append(ends[-1][-1] + played[key])
+        # without the 0 with which the first stretch began
+        return np.concatenate(ends)[1:]
 
     def describe_phases(self) -> list[dict[str, Any]]:
         """Return the phases with their share of busy slots, including the pipeline's warm-up and
@@ -313,6 +358,29 @@ class Job(Setup):
         return amortize_utilization(
             [(phase["updates"], phase["planned_utilization"]) for phase in self.describe_phases()]
         )
+
+
+@dataclass
+class PlannedJob(Job):
+    """The run of a config: a job whose length, stops and learning rates are known before it starts.
+
+    `rate(k)`: the learning rate of update k before the update rules; `plateau`: the one that follows
+    evaluations. `advice`: a line about the learning rate that the method advised. `done`: updates
+    before this start, where the pipeline is empty. `used`: the optimizer and the loss, described.
+    `data_fingerprints`: for record.json.
+    """
+
+    # a dataclass needs defaults after those of its base
+    rate: Callable[[int], float] = lambda k: 0.0
+    plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
+    advice: str = ""
+    done: int = 0
+    used: Given = Given()
+    data_fingerprints: dict[str, Any] | None = None
+
+    def count_epochs(self, done: int) -> float | None:
+        """Return `done` updates in epochs; None if the data has no length."""
+        return None if self.updates_per_epoch is None else done / self.updates_per_epoch
 
     @cached_property
     def evaluation_interval(self) -> int:
@@ -343,19 +411,11 @@ def _move(
     device: torch.device, pins: bool, dtype: torch.dtype, value: torch.Tensor
 ) -> torch.Tensor:
     if pins and value.device.type == "cpu" and get_kind(device).pins_memory():
+        # before pinning, because a conversion makes a new tensor, which would not be pinned
         value = value.to(dtype) if value.is_floating_point() else value
         return value.pin_memory().to(device, non_blocking=True)
+    # whole numbers stay what they are: they are labels, or index an embedding
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
-
-
-def list_drains(config: Config, updates: int, per_epoch: int | None, done: int) -> list[int]:
-    """Return the updates after which the pipeline drains: evaluations and checkpoints before the
-    end, and `done`, after which the run was resumed, possibly with other intervals."""
-    marks: set[int] = {done} if 0 < done < updates else set()
-    for every in (config.evaluate.interval(per_epoch), config.checkpoint_every):
-        if every:
-            marks.update(range(every, updates, every))
-    return sorted(marks)
 
 
 def make_trace_metadata(job: Job) -> dict[str, Any]:

@@ -19,6 +19,16 @@ from ipu_pipe.update.rules import (
     select_rules,
 )
 
+# the rules in `derive_recurrence`, and those that change rates alone
+COVERED_RULES = (
+    "gradient_shrinking",
+    "spike_compensation",
+    "t2",
+    "weight_prediction",
+    "spectrain",
+    "t1",
+    "block_rates",
+)
 # the most remedies in an explanation
 MOST_REMEDIES = 2
 
@@ -33,12 +43,17 @@ def list_inapplicable(job: Job) -> list[str]:
         )
     elif any(group.get("maximize") for group in job.full_optimizer.param_groups):
         faults.append("optimizer.maximize: true: the theory covers only descent")
-    if job.config.method_args.error_feedback is not None:
-        faults.append("method_args.error_feedback: the theory does not cover it: must be null")
+    faults += [
+        f"method_args.{key}: the theory does not cover it: must be null"
+        for key in [rule.key for rule, _ in select_rules(job.config.method_settings(), job.method)]
+        if key not in COVERED_RULES
+    ]
     if job.method.structure is not None:
         faults.append(
             f"method: {job.method.name}: trains each block by its own loss: no gradient is stale"
         )
+    if job.method.history is not None:
+        faults.append(f"method: {job.method.name}: the theory does not cover updates of one stage")
     if job.method.delay is not None and job.method.delay.drawn:
         faults.append(
             "method_args.hogwild: delays are drawn: the theory covers fixed ones: use "
@@ -64,6 +79,7 @@ def derive_recurrence(
     groups = job.full_optimizer.param_groups
     options = next((group for group in groups if group["stage"] == stage), groups[0])
     momentum = float(options["momentum"])
+    # torch's SGD ignores dampening without momentum
     scale = 1 - options["dampening"] if momentum else 1.0
     a, b = (momentum * scale, 1.0) if options["nesterov"] else (scale, 0.0)
     factor = 1.0
@@ -83,16 +99,18 @@ def derive_recurrence(
         elif rule.key == "spike_compensation":
             a, b = compute_spike_coefficients(setting, momentum)
         elif rule.key == "t2":
+            # T2 leads from the weights that the backward reads back to those of the forward
             correction = float(forward - backward)
             decay = compute_discrepancy_decay(setting)
         elif rule.key == "weight_prediction":
             horizon = values["scale"] * forward
-            by_velocity = values["form"] == "velocity"
+            by_velocity = values["form"] != "difference"  # SGD's own step is its velocity
         elif rule.key == "spectrain":
             horizon = compute_spectrain_horizon(setting, True)
             by_velocity = True
             backward_horizon = compute_spectrain_horizon(setting, False)
     forward_read = DelayedRead(factor * (1 + discrepancy), forward, horizon, by_velocity)
+    # the second read would be of the same weights, or count nothing
     if backward == forward or not discrepancy:
         return Recurrence((forward_read._replace(sensitivity=factor),), momentum, a, b)
     backward_read = DelayedRead(
@@ -130,11 +148,12 @@ def explain_divergence(job: Job, update: int) -> str:
     )
     # the theory does not cover Adam, for example
     if list_inapplicable(job):
-        return text + (
-            "" if "t1" in used_rules else ": method_args: {t1: {}} lowers its rate at the start"
-        )
+        takes_t1 = job.method.history is None and "t1" not in used_rules
+        advice = ": method_args: {t1: {}} lowers its rate at the start"
+        return f"{text}{advice if takes_t1 else ''}"
     recurrence = derive_recurrence(job, worst, forward, backward)
     without_delay = find_largest_stable_step(
+        # the same optimizer on weights that are never stale
         derive_loop_gain(recurrence._replace(reads=(DelayedRead(1.0, 0),)))
     )
     (margin,) = compute_margins([StageDynamics(worst, recurrence, float(rates[worst]), 1.0)])

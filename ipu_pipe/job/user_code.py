@@ -1,60 +1,18 @@
-"""Faults in the user's own code: find their file and line, and add the current activity of the run.
-
-ipu_pipe/run/loop.py        run_all
-ipu_pipe/backends/...       step          <- caught here: the frames below are searched
-torch/nn/modules/...    _call_impl
-my_model.py:42          forward           <- reported: the innermost frame that is neither torch's nor ours
-torch/nn/functional.py  linear
-"""
+"""Faults in the user's own code: tell their file and line, and the current activity of the run."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sysconfig
 import traceback
 from pathlib import Path
 from typing import Any, Callable, Iterator, NoReturn
 
-import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault, summarize, walk_causes
+from ipu_pipe.model.frames import find_user_frame, is_ours, list_frames
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.text import show
-
-_OURS = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    os.path.dirname(str(torch.__file__)) + os.sep,
-)
-_STANDARD, _PACKAGES = (
-    tuple({sysconfig.get_paths()[key] + os.sep for key in keys})
-    for keys in (("stdlib", "platstdlib"), ("purelib", "platlib"))
-)
-_INSTALLED = (*_STANDARD, *_PACKAGES)
-
-
-def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost frame of a traceback that is in neither this library nor torch,
-    preferably in no installed library.
-    """
-    foreign = [frame for frame in _list_frames(error) if not frame.filename.startswith(_OURS)]
-    users = [frame for frame in foreign if not frame.filename.startswith(_INSTALLED)]
-    return users[-1] if users else foreign[-1] if foreign else None
-
-
-def _list_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of a traceback without those of Python's own library, which its caller is
-    to blame for.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if not _is_standard(frame.filename)] or list(frames)
-
-
-def _is_standard(file: str) -> bool:
-    return file.startswith("<frozen") or (
-        file.startswith(_STANDARD) and not file.startswith(_PACKAGES)
-    )
 
 
 @contextlib.contextmanager
@@ -83,13 +41,14 @@ def raise_attributed(error: BaseException, where: str) -> NoReturn:
             raise error
         raise RunFault(f"{where}: {describe_exit(error)}") from error
     if not isinstance(error, (BadInput, RunFault)) and find_user_fault(error) is None:
-        frame = find_user_frame(error) or _list_frames(error)[-1]
+        frame = find_user_frame(error) or list_frames(error)[-1]
         line = (
             f"{where}: {summarize(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"
         )
         fault = UserFault(
             line, "".join(traceback.format_exception(type(error), error, error.__traceback__))
         )
+        # at the end, so that the causes which the user's code has given stay
         list(walk_causes(error))[-1].__cause__ = fault
     raise error
 
@@ -98,7 +57,7 @@ def is_own_exit(error: SystemExit) -> bool:
     """Return whether this library itself ended the process, as after a signal, and not the user's
     code.
     """
-    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_OURS[0])
+    return is_ours(traceback.extract_tb(error.__traceback__)[-1].filename)
 
 
 def describe_exit(error: SystemExit) -> str:

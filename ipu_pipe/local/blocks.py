@@ -41,7 +41,7 @@ from ipu_pipe.model.precision import cast_forward, get_user_loss, is_cast
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed, draw_from
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function, restore_modes
 from ipu_pipe.model.stages import Footprint, Partition, make_footprint
-from ipu_pipe.refusals import EMULATOR, Words
+from ipu_pipe.refusals import BATCH, EMULATOR, Words
 
 # the name of the auxiliary heads in a model
 HEADS = "local_heads"
@@ -72,9 +72,11 @@ class Blocks:
         with torch.no_grad():
             # copies of the model need this recording too
             self.pieces[0].cut.prepare(x, training=False)
-        # the number of previous blocks whose duplicates each block trains too
+        # the number of previous blocks that each block trains too, 0 or 1
         self.overlap = 0
-        self._duplicates: Duplicates | None = None
+        # by piece but the last: parameter name -> tensor in the same memory, which the next block
+        # trains
+        self._duplicates: list[dict[str, torch.Tensor]] = []
         untrained = self.pieces[:-1] if trains_last else []
         self._frozen = [p for piece in untrained for p in piece.parameters() if p.requires_grad]
         for parameter in self._frozen:
@@ -98,9 +100,10 @@ class Blocks:
         heads: dict[str, nn.Module] = {}
         device = get_first_tensor(x).device
         with fork_random(device):
+            # a seed of their own: with or without heads the model's other draws are the same
             torch.manual_seed(derive_seed(seed, HEADS))
             activations = [
-                _get_single_activation(value, begin)
+                get_activation(value, f"stages: {begin}:")
                 for begin, value in zip(begins, boundary_values)
             ]
             for index, (begin, activation) in enumerate(zip(begins, activations)):
@@ -109,11 +112,14 @@ class Blocks:
                         built = head.make(model, index, activations, output)
                     else:
                         built = (head or make_default)(activation, output)
+                    # under autocast activations have fewer bits than the weights, which stay
+                    # float32
                     built.to(device, torch.float32 if is_cast(model) else activation.dtype)
                     if is_cast(model):
                         cast_forward(built, device.type)
                     enter_training(built)
                     with restore_modes(built):
+                        # in evaluation mode, so that running statistics do not change
                         shape = tuple(built.eval()(activation).shape)
                         overwrites = _overwrites_input(built, activation)
                 except BadInput:
@@ -149,24 +155,24 @@ class Blocks:
         """
         return self.heads[str(index)] if str(index) in self.heads else None
 
-    def run_detached(self, x: Any) -> BlockOutputs:
-        """Return the outputs of a training forward, in which no gradient passes from block to
-        block.
+    def compute_outputs(self, x: Any) -> BlockOutputs:
+        """Return the outputs of all blocks in the modules' present mode, of which no gradient
+        passes from block to block.
         """
         outputs = BlockOutputs()
-        inputs = [x]
-        # before each piece
-        random_states: list[torch.Tensor] = []
+        # duplicates return the same values, and are there for their gradients
+        overlaps = self._duplicates and self.overlap and torch.is_grad_enabled()
+        entering = x
+        # the input of the previous piece, and the random state before it
+        previous: tuple[Any, torch.Tensor] | None = None
         for index, piece in enumerate(self.pieces):
-            first = max(0, index - self.overlap)
-            value = inputs[first]
-            for earlier in range(first, index):
-                assert self._duplicates is not None
-                value = self._duplicates.run(index, earlier, value, random_states[earlier])
-            if self.overlap:
-                random_states.append(torch.get_rng_state())
+            value = entering
+            if previous is not None:
+                value = self._run_duplicate(index - 1, *previous)
+            if overlaps:
+                previous = entering, torch.get_rng_state()
             value = piece(value)
-            inputs.append(tree_map(torch.Tensor.detach, value))
+            entering = tree_map(torch.Tensor.detach, value)
             head = self.get_head(index)
             if head is not None:
                 outputs.append(head(get_activation(value)))
@@ -174,42 +180,47 @@ class Blocks:
                 outputs.append(value)
         return outputs
 
-    def compute_outputs(self, x: Any) -> BlockOutputs:
-        """Return the outputs of all blocks in the modules' present mode, without duplicates and
-        detaching (for evaluation).
-        """
-        outputs = BlockOutputs()
-        value = x
-        for index, piece in enumerate(self.pieces):
-            value = piece(value)
-            head = self.get_head(index)
-            if head is not None:
-                outputs.append(head(get_activation(value)))
-        return BlockOutputs([*outputs, value])
-
     # ---- overlap
 
-    def add_duplicates(self, overlap: int) -> None:
-        """Let each block train `overlap` previous blocks as well, as duplicates with the same
-        weights and separate gradients.
+    def add_duplicates(self) -> None:
+        """Let each block train the previous one as well, as a duplicate with the same weights and
+        separate gradients.
         """
-        self.overlap = overlap
+        self.overlap = 1
         # the input is used twice
         self.pieces[0].copies_input = True
-        self._duplicates = Duplicates(self.pieces, overlap)
+        self._duplicates = [
+            {
+                name: p.detach().requires_grad_(p.requires_grad)
+                for name, p in piece.named_parameters()
+            }
+            for piece in self.pieces[:-1]
+        ]
+
+    def _run_duplicate(self, index: int, value: Any, random_state: torch.Tensor) -> Any:
+        """Run the duplicate of piece `index` from the `random_state` from which the piece itself
+        drew.
+        """
+        piece = self.pieces[index]
+        # only the layer's own block updates its running statistics
+        with restore_buffers(piece), draw_from(random_state):
+            return torch.func.functional_call(piece, self._duplicates[index], (value,))
 
     def average_duplicates(self) -> None:
         """Replace the gradient of each layer by its mean over the blocks that train it; called
         before an update.
         """
-        if self._duplicates is not None:
-            self._duplicates.average()
+        for piece, duplicate in zip(self.pieces, self._duplicates):
+            for name, parameter in piece.named_parameters():
+                tensor = duplicate[name]
+                parameter.grad = average_gradients([parameter.grad, tensor.grad])
+                tensor.grad = None
 
     def forget_duplicates(self) -> None:
         """Drop the duplicates: a process that runs one block trains the layers of its own model
         instead.
         """
-        self._duplicates = None
+        self._duplicates = []
 
     def unfreeze(self) -> None:
         """Let the whole model train again."""
@@ -245,7 +256,7 @@ class BlockedModel(nn.Module):
         """Return `BlockOutputs` in training, else the model's output."""
         if not self.training:
             return self._local_blocks.model(*inputs, **named)
-        return self._local_blocks.run_detached(join_arguments(inputs, named))
+        return self._local_blocks.compute_outputs(join_arguments(inputs, named))
 
 
 def get_blocks(model: nn.Module) -> Blocks | None:
@@ -256,70 +267,26 @@ def get_blocks(model: nn.Module) -> Blocks | None:
 def _overwrites_input(module: nn.Module, value: torch.Tensor) -> bool:
     """Tell whether a module first overwrites its input in place."""
     try:
+        # autograd refuses to write to a leaf, and so tells of a write to the input
         module(value.detach().clone().requires_grad_())
     except RuntimeError as error:
         return "leaf Variable that requires grad" in str(error)
     return False
 
 
-def get_activation(value: Any) -> torch.Tensor:
-    """Return the one floating-point tensor among the values that a block passes on."""
-    return next(t for t in tree_flatten(value)[0] if t.is_floating_point())
-
-
-def _get_single_activation(value: Any, begin: str) -> torch.Tensor:
-    """Return the activation at a boundary. Raise `BadInput` if a skip connection crosses it as
-    well.
+def get_activation(value: Any, where: str = f"{BATCH}: with these inputs") -> torch.Tensor:
+    """Return the one floating-point tensor among the values that a block passes on. Raise `BadInput`
+    if there are several, as with a skip connection or a mask that the first microbatch lacks.
     """
-    crossing = [t for t in tree_flatten(value)[0] if t.is_floating_point()]
-    if len(crossing) != 1:
-        shapes = ", ".join(str(tuple(t.shape)) for t in crossing)
+    activations = [t for t in tree_flatten(value)[0] if t.is_floating_point()]
+    if len(activations) != 1:
+        shapes = ", ".join(str(tuple(t.shape)) for t in activations)
         raise BadInput(
-            f"stages: {begin}: {len(crossing)} activations cross this boundary ({shapes}), "
-            f"expected one: a skip connection "
-            "crosses it; let the block end where only one activation crosses"
+            f"{where} {len(activations)} activations ({shapes}) cross a boundary of blocks, "
+            "expected one: let the block end where no skip connection crosses, and give all "
+            "microbatches the same inputs"
         )
-    return crossing[0]
-
-
-class Duplicates:
-    """The `overlap` previous pieces that each block trains as well, with the same weights and
-    separate gradients.
-    """
-
-    def __init__(self, pieces: Sequence[Piece], overlap: int) -> None:
-        self._pieces = pieces
-        # for each block: index of a previous piece -> parameter name -> tensor in the same memory
-        self._tensors: list[dict[int, dict[str, torch.Tensor]]] = [
-            {
-                earlier: {
-                    name: p.detach().requires_grad_(p.requires_grad)
-                    for name, p in pieces[earlier].named_parameters()
-                }
-                for earlier in range(max(0, index - overlap), index)
-            }
-            for index in range(len(pieces))
-        ]
-
-    def run(self, index: int, earlier: int, value: Any, random_state: torch.Tensor) -> Any:
-        """Run block `index`'s duplicate of piece `earlier` from the `random_state` from which the
-        piece itself drew.
-        """
-        piece = self._pieces[earlier]
-        # only the layer's own block updates its running statistics
-        with restore_buffers(piece), draw_from(random_state):
-            return torch.func.functional_call(piece, self._tensors[index][earlier], (value,))
-
-    def average(self) -> None:
-        """Replace the gradient of each layer by its mean over the blocks that train it."""
-        for index, piece in enumerate(self._pieces):
-            duplicates = [tensors[index] for tensors in self._tensors if index in tensors]
-            for name, parameter in piece.named_parameters():
-                parameter.grad = average_gradients(
-                    [parameter.grad, *(tensors[name].grad for tensors in duplicates)]
-                )
-                for tensors in duplicates:
-                    tensors[name].grad = None
+    return activations[0]
 
 
 def average_gradients(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -331,6 +298,7 @@ def average_gradients(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor 
         return present[0] if present else None
     total = present[0]
     for g in present[1:]:
+        # not in place, because the first gradient still belongs to its owner
         total = total + g
     return total / len(gradients)
 

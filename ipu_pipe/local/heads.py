@@ -33,10 +33,12 @@ class TokenHead(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output for x (B, T, W)."""
         x = self.norm(x)
+        # torch's cross-entropy takes the classes in the second dimension
         return self.projection(x.mean(dim=1)) if self._mean else self.projection(x).transpose(1, 2)
 
 
 def _make_norm(channels: int, batch_norm: bool) -> nn.Module:
+    # GroupNorm demands that the groups divide the channels
     groups = next(g for g in range(min(GROUPS, channels), 0, -1) if channels % g == 0)
     return nn.BatchNorm2d(channels) if batch_norm else nn.GroupNorm(groups, channels)
 
@@ -60,6 +62,7 @@ class ResidualLayer(nn.Module):
 
     def __init__(self, channels: int, to: int, stride: int, batch_norm: bool) -> None:
         super().__init__()
+        # without biases, which the norms would subtract again
         self.conv1 = nn.Conv2d(channels, to, 3, stride, 1, bias=False)
         self.norm1 = _make_norm(to, batch_norm)
         self.norm2 = _make_norm(to, batch_norm)
@@ -131,6 +134,7 @@ class AugLocal:
                 module = ResidualLayer(
                     x.shape[1],
                     to[1],
+                    # a later layer may be larger, which no stride can make
                     max(round(x.shape[2] / to[2]), 1),
                     _has_batch_norm(model),
                 )

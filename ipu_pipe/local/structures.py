@@ -85,6 +85,8 @@ def _list_chunk_boundaries(staged: StagedModel, chunks: int | tuple[str, ...]) -
         )
         return list(groups.values())
     except BadInput as error:
+        # the user gave a number of blocks: a fault about stages would name a key that is not in the
+        # config
         key = f"method_args.blocks: {chunks}:"
         raise BadInput(
             [fault.replace(f"stages: {len(part)}:", key) for fault in error.lines]
@@ -120,5 +122,5 @@ def make_blocks(
     blocked = BlockedModel(blocks)
     part = partition(blocked, x, begins if begins else 1, one_stage=one_stage)
     if structure.overlap:
-        blocks.add_duplicates(structure.overlap)
+        blocks.add_duplicates()
     return blocked, part

@@ -47,6 +47,7 @@ def balance(costs: Sequence[float], count: int) -> list[int]:
     low = max(costs)
     high = float(sum(costs))
     starts = _fill_parts(costs, high)
+    # more halvings than a float64 has digits
     for _ in range(60):
         middle = (low + high) / 2
         attempt = _fill_parts(costs, middle)
@@ -55,6 +56,7 @@ def balance(costs: Sequence[float], count: int) -> list[int]:
             starts = attempt
         else:
             low = middle
+    # the least limit may be the greatest unit itself, which halving only comes near
     exact = _fill_parts(costs, low)
     starts = exact if len(exact) <= count else starts
     while len(starts) < count:
@@ -160,6 +162,7 @@ def find_best_cut(
     greatest = float(
         price_parts(starts, np.append(starts[1:], units))(np.arange(count, 0, -1)).max()
     )
+    # differences of running sums are off by rounding
     rounding = 1e-9 * sums[-1]
     longest = (
         np.searchsorted(sums, sums[:-1] + greatest + rounding, side="right") - 1 - np.arange(units)

@@ -38,6 +38,7 @@ def map_tensors(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
 def sort_keys(nest: Any) -> Any:
     """Return the nest with the keys of its mappings sorted."""
     if isinstance(nest, Mapping):
+        # keys of several types, such as 1 and "a", have no order among themselves
         return {key: sort_keys(nest[key]) for key in sorted(nest, key=str)}
     return _map_parts(sort_keys, nest) if isinstance(nest, (tuple, list)) else nest
 
@@ -49,6 +50,8 @@ def _map_parts(change: Callable[[Any], Any], nest: Any) -> Any:
         parts
         if isinstance(nest, list)
         else type(nest)(*parts)
+        # named tuples have no common base class, and take their parts as arguments, not as one
+        # iterable
         if hasattr(nest, "_fields")
         else tuple(parts)
     )
@@ -143,8 +146,9 @@ def count_numbers(nest: Any) -> int:
 
 
 def count_bytes(nest: Any) -> int:
-    """Return the bytes of a nest's tensors."""
-    return sum(t.numel() * t.element_size() for t in list_tensors(nest))
+    """Return the bytes of a nest's tensors; of a DTensor those of this process's part."""
+    tensors = [t.to_local() if hasattr(t, "to_local") else t for t in list_tensors(nest)]
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def describe_tensors(nest: Any) -> str:
@@ -192,19 +196,16 @@ def check_same_shapes(x: Any, example: Any, m: int) -> None:
     wanted, actual = (
         {name: t for name, t in walk_leaves(nest) if t is not None} for nest in (example, x)
     )
+    # a dict keeps the order of the inputs, so that the first difference is reported; a set would
+    # not
     for name in {**wanted, **actual}:
-        tensor = actual.get(name)
-        first = wanted.get(name)
-        for what in ("shape", "dtype"):
-            a = getattr(tensor, what, None)
-            b = getattr(first, what, None)
-            if a != b:
-                a, b = (tuple(size) if isinstance(size, torch.Size) else size for size in (a, b))
-                raise BadInput(
-                    f"{BATCH}: microbatch {m}: inputs{name and ': ' + name}: of {what} {a}, of the "
-                    f"first microbatch {b}: stages on processes take one {what}: pad to one "
-                    f"length, or use {EMULATOR}"
-                )
+        now, first = (describe_tensors(nest.get(name)) or "None" for nest in (actual, wanted))
+        if now != first:
+            raise BadInput(
+                f"{BATCH}: microbatch {m}: inputs{name and ': ' + name}: {now}, of the first "
+                f"microbatch {first}: this backend compiles one shape and dtype: pad to one length, "
+                f"give the same inputs, or use {EMULATOR}"
+            )
 
 
 def call_model(model: nn.Module, x: Any) -> Any:
@@ -219,5 +220,6 @@ def call_model(model: nn.Module, x: Any) -> Any:
 
 def join_arguments(inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Return the input for which `call_model` gives a model these arguments."""
+    # an argument that is itself a nest stays inside a tuple, else `call_model` would unpack it
     alone = len(inputs) == 1 and not named and not isinstance(inputs[0], (Mapping, tuple, list))
     return inputs[0] if alone else named or inputs

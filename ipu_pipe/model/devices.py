@@ -213,7 +213,7 @@ class DeviceKind(NamedTuple):
         return str(backend) if is_here(backend) else None
 
 
-def _find_accelerator() -> str:
+def get_accelerator_name() -> str:
     """Return the kind that torch.accelerator drives; "" without one, and before torch 2.6."""
     accelerator = getattr(torch, "accelerator", None)
     current = None if accelerator is None else accelerator.current_accelerator()
@@ -222,7 +222,7 @@ def _find_accelerator() -> str:
 
 def _drives(name: str) -> bool:
     """Tell whether torch.accelerator drives this kind."""
-    return _find_accelerator() == name
+    return get_accelerator_name() == name
 
 
 @functools.lru_cache(maxsize=None)
@@ -253,7 +253,7 @@ def list_accelerators() -> list[DeviceKind]:
     names = [*KNOWN_KINDS]
     # an extension may give the kind of its own another name
     get_own_name = getattr(torch._C, "_get_privateuse1_backend_name", lambda: "")
-    names += [get_own_name(), _find_accelerator()]
+    names += [get_own_name(), get_accelerator_name()]
     kinds = [DeviceKind(name) for name in dict.fromkeys(names) if name]
     return [kind for kind in kinds if kind.is_available()]
 
@@ -270,6 +270,7 @@ def fork_random(device: torch.device | None) -> Iterator[None]:
     of the context.
     """
     kind = DeviceKind("cpu") if device is None else get_kind(device)
+    # fork_rng of torch 2.0 knows the CPU and CUDA alone
     if kind.is_cuda:
         with torch.random.fork_rng(devices=[device]):
             yield

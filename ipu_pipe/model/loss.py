@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import describe_tensors, list_tensors
+from ipu_pipe.model.batch import clone_tensors, describe_tensors, list_tensors
 from ipu_pipe.refusals import OWN_LOSS, Words
 from ipu_pipe.text import describe_kind
 
@@ -124,6 +124,7 @@ class SumOfLosses:
         return (
             losses[0]
             if len(losses) == 1
+            # a user's loss may have the shape (1,)
             else torch.stack([loss.reshape(()) for loss in losses]).sum()
         )
 
@@ -138,10 +139,10 @@ def get_block_loss(loss: Loss) -> Loss:
 def compute_losses(loss: Loss, output: Any, y: Any) -> list[torch.Tensor]:
     """Return one loss for each block that has its own, the model's own last."""
     block_loss = get_block_loss(loss)
-    return [
-        call_loss(block_loss, one, y)
-        for one in (output if isinstance(output, BlockOutputs) else [output])
-    ]
+    if not isinstance(output, BlockOutputs):
+        return [call_loss(block_loss, output, y)]
+    # copies, because a loss may write to its labels, which the next one reads
+    return [call_loss(block_loss, one, clone_tensors(y)) for one in output]
 
 
 def call_loss(loss: Loss, output: Any, y: Any) -> torch.Tensor:
@@ -160,6 +161,7 @@ class _Zero(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *values: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*values)
+        # not a sum times 0, which is NaN where a value is not finite
         return values[0].new_zeros(())
 
     @staticmethod
@@ -284,6 +286,7 @@ def count_right(output: Any, y: Any, among: int = 1) -> torch.Tensor | None:
     ):
         return None
     if among == 1:
+        # an ignored label is below 0, and so never right
         right = output.detach().argmax(dim=1) == y
     else:
         best = output.detach().topk(min(among, output.shape[1]), dim=1).indices
@@ -383,6 +386,7 @@ def list_requested_fields(loss: Any) -> tuple[str, ...]:
     arguments besides two.
     """
     try:
+        # the call of a Module takes any arguments, and says nothing
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     # a callable that is not written in Python has no signature
     except (TypeError, ValueError):

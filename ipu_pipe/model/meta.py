@@ -78,6 +78,7 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
     def get_meta_twin(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             return tensor
+        # one twin for each tensor, so that tied weights stay tied
         if id(tensor) not in twins:
             shape = torch.empty_like(tensor, device="meta")
             is_weight = isinstance(tensor, nn.Parameter)
@@ -169,6 +170,7 @@ def _run_attention(
     choice: Any = torch._fused_sdp_choice  # type: ignore[attr-defined]
     if choice(*stand_ins, dropout_p, is_causal, **keywords) != FLASH_KERNEL or enable_gqa:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **keywords)
+    # PyTorch, too, turns a mask of truth values into numbers before it calls the kernel
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     return FUSED(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]

@@ -39,6 +39,7 @@ def enter_training(model: nn.Module) -> bool:
     )
     model.train()
     for module in evaluating:
+        # not eval(), which would take the modules inside with it
         module.training = False
     return came_evaluating
 

@@ -171,9 +171,11 @@ def observe_training(
     if get_first_tensor(x).is_meta:
         with move_to_meta(model):
             return observe_costs(model, x, lambda: run(x, y))
+    # a model and a loss may write to what they get
     a = clone_tensors(x)
+    labels = clone_tensors(y)
     with restore_all(model), _watch_effects(model, get_first_tensor(x).device) as read_effects:
-        observation = observe_costs(model, a, lambda: run(a, y))
+        observation = observe_costs(model, a, lambda: run(a, labels))
         observation.effects = read_effects()
     return observation
 

@@ -100,7 +100,10 @@ class ModelPrecision:
         self._given_buffer_values = [
             (module, name, module._buffers[name]) for module, name, _ in self._given_buffers
         ]
-        self.masters: Masters | None = None
+        # the masters; or the shards of weights that the caller has sharded (`model.shards`)
+        self.masters: Any = None
+        # of stages on other ranks that a caller has sharded: the share that a rank holds
+        self.shares: dict[int, float] = {}
         self.inputs = self.labels = dtype
         self._autocast: str | None = None
         try:
@@ -109,9 +112,11 @@ class ModelPrecision:
                 self.masters = Masters(model, device)
             else:
                 _convert(model, device, dtype)
+            # torch has no autocast for the meta device
             if row == "bfloat16_mixed" and device.type != "meta":
                 self._autocast = device.type
                 cast_forward(model, device.type)
+        # a caller's model must not stay half converted
         except BaseException:
             self.give_back()
             raise
@@ -141,6 +146,11 @@ class ModelPrecision:
         return self.masters.get(weight) if self.masters is not None else weight
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether a caller has sharded weights of this rank."""
+        return self.masters is not None and self.masters.are_in_weights
+
+    @property
     def record(self) -> dict[str, str | None]:
         """The dtypes that passes read and compute in, and the dtype of the masters."""
         masters = "float32" if self.masters is not None else None
@@ -168,7 +178,9 @@ class ModelPrecision:
             self.masters.take_over()
         for parameter, dtype in () if keep else self._given_types:
             if parameter.dtype != dtype:
+                # a gradient of the old dtype would not fit the parameter
                 parameter.grad = None
+                # through `data`, because the caller's optimizer has the parameter itself
                 parameter.data = parameter.data.to(dtype)
         for module, name, dtype in () if keep else self._given_buffers:
             buffer = module._buffers.get(name)
@@ -203,10 +215,15 @@ def _convert(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None
             module._buffers[name] = buffer.to(device, complex_dtype)
 
 
+Pairs = List[Tuple[nn.Parameter, nn.Parameter]]
+
+
 class Masters:
     """The float32 copies of a model's weights, which the constructor rounds to bfloat16 in the
     model.
     """
+
+    are_in_weights = False
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         norms = [
@@ -231,14 +248,27 @@ class Masters:
         """Return the master of a weight; the weight itself if it has none."""
         return self._masters.get(weight, weight)
 
-    def list_pairs(
-        self, masters: Iterable[nn.Parameter]
-    ) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    def list_pairs(self, masters: Iterable[nn.Parameter]) -> Pairs:
         """Return (weight, master) for each of `masters` that is not itself a weight of the
         model.
         """
         weights = {id(master): weight for weight, master in self._masters.items()}
         return [(weights[id(master)], master) for master in masters if id(master) in weights]
+
+    def collect_gradients(self, pairs: Pairs) -> None:
+        """Add the weights' gradients to their masters' after a backward."""
+        for weight, master in pairs:
+            if weight.grad is not None:
+                if master.grad is None:
+                    master.grad = weight.grad.float()
+                else:
+                    master.grad += weight.grad
+                weight.grad = None
+
+    def write_weights(self, pairs: Pairs) -> None:
+        """Round the masters into the weights after an update."""
+        for weight, master in pairs:
+            weight.data.copy_(master.data)
 
     @contextlib.contextmanager
     def put_in_place(self, loads: bool = False) -> Iterator[None]:
@@ -264,26 +294,6 @@ class Masters:
             weight.data = master.data
 
 
-Pairs = List[Tuple[nn.Parameter, nn.Parameter]]
-
-
-def collect_gradients(pairs: Pairs) -> None:
-    """Add the weights' gradients to their masters' after a backward."""
-    for weight, master in pairs:
-        if weight.grad is not None:
-            if master.grad is None:
-                master.grad = weight.grad.float()
-            else:
-                master.grad += weight.grad
-            weight.grad = None
-
-
-def write_weights(pairs: Pairs) -> None:
-    """Round the masters into the weights after an update."""
-    for weight, master in pairs:
-        weight.data.copy_(master.data)
-
-
 # the attribute of a model with the device type whose operations are cast
 _DEVICE = "_ipu_pipe_autocast"
 
@@ -305,6 +315,7 @@ def enter_model_autocast(model: nn.Module) -> ContextManager[Any]:
 
 def cast_forward(model: nn.Module, device: str) -> None:
     """Make a model's forward run under autocast from now on."""
+    # a user may have replaced the forward of this one instance
     own_forward = vars(model).get("forward")
 
     @functools.wraps(type(model).forward)

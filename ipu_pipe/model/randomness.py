@@ -58,6 +58,7 @@ class RandomStates(NamedTuple):
     @classmethod
     def from_seed(cls, seed: int) -> "RandomStates":
         """Return the states that `seed` gives, without changing any generator."""
+        # numpy takes seeds of 32 bits
         numpy_state = np.random.RandomState(seed % 2**32).get_state()
         return cls(
             torch.Generator().manual_seed(seed).get_state(),

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from ipu_pipe.model.devices import fork_random
+
+# larger tensors that a function reads are data, not its state
+MOST_NUMBERS = 1 << 20
+MOST_PARTS = 100_000
 
 
 def record_modes(*models: nn.Module) -> Callable[[], None]:
@@ -30,6 +35,8 @@ def record_modes(*models: nn.Module) -> Callable[[], None]:
 
     def restore() -> None:
         for module, mode in modes:
+            # not train(), which a user may override, and which would take the modules inside with
+            # it
             module.training = mode
         for parameter, is_trained in trainability:
             if parameter.requires_grad != is_trained:
@@ -49,28 +56,38 @@ def restore_modes(*models: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def restore_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore every buffer: its values, and the tensor itself if a forward has bound another one to
-    its name (`self.count = self.count + 1`)."""
-    buffers = [
-        (module, name, tensor, None if tensor is None else tensor.detach().clone())
-        for module in model.modules()
-        for name, tensor in module._buffers.items()
-    ]
+def _restore_values(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Restore the values of tensors, which a forward may write."""
+    # expanded tensors cannot be written
+    values = [(t, t.detach().clone()) for t in tensors if 0 not in t.stride()]
     try:
         yield
     finally:
-        for module, name, tensor, value in buffers:
-            module._buffers[name] = tensor
-            # an expanded tensor cannot be written
-            if tensor is not None and value is not None and 0 not in tensor.stride():
-                tensor.data.copy_(value)
+        for tensor, value in values:
+            # through `data`, because autograd refuses to write to a weight
+            tensor.data.copy_(value)
+
+
+@contextlib.contextmanager
+def restore_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore every buffer: its values, and the tensor itself if a forward has bound another one to
+    its name (`self.count = self.count + 1`)."""
+    tables = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = [t for _, content in tables for t in content.values() if t is not None]
+    with _restore_values(buffers):
+        try:
+            yield
+        finally:
+            for table, content in tables:
+                table.update(content)
 
 
 @contextlib.contextmanager
 def restore_attributes(model: nn.Module) -> Iterator[None]:
     """Restore the attributes of modules and the contents of their containers (tables of parameters
-    and buffers, caches), where a forward may keep tensors or counters."""
+    and buffers, caches), where a forward may keep tensors or counters. Tensors among them that are
+    neither parameters nor buffers get their values back.
+    """
     with _restore_objects(list(model.modules())):
         yield
 
@@ -84,6 +101,20 @@ def _restore_objects(objects: Sequence[Any], others: Sequence[Any] = ()) -> Iter
     values = [*tables, *(value for table in tables for value in table.values()), *others]
     names = ("dict", "list", "set", "OrderedDict")
     contents = [(value, value.copy()) for value in values if type(value).__name__ in names]
+    registered = ("_parameters", "_buffers")
+    parts = [
+        (value, sys.maxsize if isinstance(one, nn.Module) else MOST_NUMBERS)
+        for one, table in zip(objects, tables)
+        for key, value in table.items()
+        if key not in registered
+    ] + [(value, MOST_NUMBERS) for value in others]
+    copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+    for value, most in parts:
+        for tensor in _list_plain_tensors(value, most):
+            storage = tensor.untyped_storage()
+            # several views may have one storage
+            if storage.data_ptr() not in copies:
+                copies[storage.data_ptr()] = storage, _view_bytes(storage).clone()
     try:
         yield
     finally:
@@ -94,6 +125,37 @@ def _restore_objects(objects: Sequence[Any], others: Sequence[Any] = ()) -> Iter
                 container.update(content) if isinstance(
                     container, (dict, set)
                 ) else container.extend(content)
+        for storage, content in copies.values():
+            # a resized one has no place for it
+            if storage.nbytes() == content.numel():
+                present = _view_bytes(storage)
+                # one that has not changed may be read-only
+                if not torch.equal(present, content):
+                    present.copy_(content)
+
+
+def _view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _list_plain_tensors(nest: Any, most: int) -> list[torch.Tensor]:
+    """List the tensors in nested containers, each once; none if these are data: more than `most`
+    numbers, or more than MOST_PARTS parts.
+    """
+    tensors: list[torch.Tensor] = []
+    seen: set[int] = set()
+    parts = [nest]
+    while parts and len(seen) <= MOST_PARTS:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, (dict, list, tuple, set)):
+            parts.extend(part.values() if isinstance(part, dict) else part)
+        elif type(part) is torch.Tensor and part.layout is torch.strided and not part.is_meta:
+            tensors.append(part)
+    is_data = bool(parts) or sum(t.numel() for t in tensors) > most
+    return [] if is_data else tensors
 
 
 def _list_ids(container: Any) -> list[int]:
@@ -115,18 +177,6 @@ def load_state(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def restore_weights(model: nn.Module) -> Iterator[None]:
-    """Restore the values of weights, which a forward may write."""
-    # expanded weights cannot be written
-    values = [(p, p.detach().clone()) for p in model.parameters() if 0 not in p.stride()]
-    try:
-        yield
-    finally:
-        for p, value in values:
-            p.data.copy_(value)
-
-
-@contextlib.contextmanager
 def restore_all(model: nn.Module) -> Iterator[None]:
     """Restore weights, buffers, gradients, attributes, modes and random states: all that a forward
     and a backward can change.
@@ -136,19 +186,17 @@ def restore_all(model: nn.Module) -> Iterator[None]:
     device = parameters[0].device if parameters else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(fork_random(device))
-        for restore in (restore_modes, restore_attributes, restore_buffers, restore_weights):
+        for restore in (restore_modes, restore_attributes, restore_buffers):
             stack.enter_context(restore(model))
+        stack.enter_context(_restore_values(parameters))
         try:
             for p in parameters:
+                # the backward of a trial must not add to the caller's gradients
                 p.grad = None
             yield
         finally:
             for p, gradient in zip(parameters, gradients):
                 p.grad = gradient
-
-
-# larger tensors that a function reads are data, not its state
-MOST_NUMBERS = 1 << 20
 
 
 @contextlib.contextmanager
@@ -169,12 +217,6 @@ def restore_function(function: Any) -> Iterator[None]:
     generators = [
         (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
     ]
-    tensors = [
-        value
-        for value in values
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided
-    ]
-    copies = [(t, t.detach().clone()) for t in tensors if t.numel() <= MOST_NUMBERS]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_restore_objects(objects, values))
         for module in modules:
@@ -188,10 +230,6 @@ def restore_function(function: Any) -> Iterator[None]:
                     owner[name] = value
                 else:
                     setattr(owner, name, value)
-            for t, copied in copies:
-                # those that have not changed may be expanded or read-only
-                if not torch.equal(t, copied):
-                    t.data.copy_(copied)
             for generator, state in generators:
                 generator.set_state(state)
 

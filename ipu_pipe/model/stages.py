@@ -41,6 +41,7 @@ from ipu_pipe.text import find_nearest
 from ipu_pipe.trace.events import UnitRow
 
 Module = TypeVar("Module", bound=nn.Module)
+# unlike an annotation an alias is evaluated, and Python 3.8 knows no X | Y
 StageChoice = Union[None, str, int, Sequence[str], Mapping[str, Any]]
 
 
@@ -257,6 +258,7 @@ def require_names(model: nn.Module, calls: list[ModuleCall], names: Sequence[str
             )
     if len(set(names)) != len(names):
         faults.append("stages: a module is named twice")
+    # the order can be judged only if all names run
     if not faults:
         opened = open_stages(calls, set(names))
         order = [call.name for call in calls if call.name in set(names)]
@@ -292,6 +294,7 @@ def build_partition(
             if call == first:
                 stage = (stage_of_weight or {}).get(used_name, stage_at[call])
                 by_stage.setdefault(stage, Use(stage, used_name))
+            # a module that runs again on a later stage uses its weights there, too
             elif stage_at[call] != stage_at[first]:
                 by_stage.setdefault(stage_at[call], Use(stage_at[call], used_name, repeated=True))
         holders[name] = min(by_stage)
@@ -511,6 +514,7 @@ def _list_cut_points(calls: Sequence[ModuleCall], together: set[int]) -> list[_C
             outer_name
             for outer_name in list_ancestors(name)
             if outer_name
+            # a cut divides an outer module only if a part of it has run before
             and call_numbers.get(outer_name, outer) < after_leaf
             and not isinstance(calls[call_numbers[outer_name]].module, nn.Sequential)
         ]
@@ -567,6 +571,7 @@ def make_footprint(model: nn.Module, part: Partition, observation: Observation) 
         observation.calls, observation.live, [0, *stage_at], stage_at
     ):
         calls_by_stage[stage].append(call)
+        # a stage without calls of its own hands on what enters it
         for boundary in range(before, stage):
             crossing[boundary] = size
     backward = (
@@ -594,6 +599,7 @@ def _make_units(
     starts = [0, *(i for i, call in enumerate(observation.calls) if i and call.name in names)]
     return tuple(
         UnitRow(
+            # the first call is the model itself, which has no name
             name=observation.calls[a].name if a else first,
             stage=stage_at[a],
             forward_flops=sum(call.flops for call in observation.calls[a:b]),
@@ -614,6 +620,7 @@ def group_stages(
     modules at which groups may begin; None: all. Raise `BadInput` if there are too few cut points.
     """
     names = part.begin_names()
+    # with nothing to merge, no forward has to be observed
     if count == len(names) + 1 and allowed is None:
         return dict(enumerate(names, 1))
     observation = observe_execution(model, x, counted=True)
@@ -655,6 +662,7 @@ def compute_costs(
     if by == "time":
         return _time_calls(model, calls, example)
     owned: dict[str, float] = {}
+    # a shared weight counts once, where it first runs
     counted: set[int] = set()
     for call, names in groups:
         for parameter in (model.get_parameter(name) for name in names):

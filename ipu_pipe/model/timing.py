@@ -180,6 +180,7 @@ def _time_pass(
     nodes: list[tuple[int, int]] = [(-1, 0)]
 
     def enter(part: int) -> None:
+        # a module that runs again does not begin its part anew
         if part > nodes[-1][1]:
             clock.enter(part)
             nodes.append((next_node() if next_node is not None else 0, part))

@@ -23,6 +23,7 @@ class OperationWatch(TorchDispatchMode):
         super().__init__()
         self._run = run
 
+    # torch switches the mode off while this runs, so that `run` can call operations without end
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._run(func, args, kwargs or {})
 

@@ -1,7 +1,7 @@
 """The pipeline as one object: `Pipeline(model, loss, optimizer, method).step(x, y)`, in any loop.
 
 pipeline    the object, and the updates that a step returns: `Pipeline`, `Update`
-build       makes a model, its stages, schedule and rules from a config and objects: `build`
+build       makes a model, its stages, versions and rules from a config and objects: `assemble`
 checks      the settings that cannot be combined, and models that cannot be trained
 seam        what the caller changes between two calls: taken over, or refused by name: `Seam`
 state       a saved state, read whole before anything of it is set: `parse_state`
@@ -10,7 +10,7 @@ flow        the batches on their way: which were given, which have left, the cut
 batches, turns  divides a batch into microbatches; one call at a time: `take_turn`
 gradients   the gradients in flight, lent to `p.grad` for a call: `OwnGradients`
 optimizer   the caller's optimizer, shared with the one that steps: `OptimizerHandle`
-device_check  whether a run's device is here, and reads the weights it must: `try_device`
+sharding    lets a caller shard the stages of this rank: `prepare_stages`
 arguments   the arguments that a config words otherwise, and its faults in their words
 trace       the page of what the devices did
 """

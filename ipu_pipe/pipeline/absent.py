@@ -39,6 +39,7 @@ class AbsentWeights:
         ranks themselves.
         """
         tensors = [*self._model.parameters(), *self._model.buffers()] if hides_memory else []
+        # whole numbers have no NaN
         self._tensors = [t for t in tensors if t.is_floating_point() and t.numel()]
         self._absent = [_make_absent(tensor) for tensor in self._tensors]
         self._hook = self._model.register_state_dict_pre_hook(self._refuse_state_dict)

@@ -35,9 +35,11 @@ def make_backend_section(
     """
     section = {"name": name, **(backend_args or {})}
     if device is not None:
+        # what is no device goes on as it was written, and the config's check names it
         kind = torch.device(device).type if _is_device(device) else str(device)
         _require_agreement(section, "device", kind)
         section["device"] = kind
+    # an argument that was left out cannot contradict `backend_args`
     if deadline != DEADLINE:
         _require_agreement(section, "deadline", deadline)
         section["deadline"] = deadline
@@ -55,6 +57,7 @@ def make_clip_section(clip: Any, method: Any) -> dict[str, Any] | None:
     if clip is None:
         return None
     if isinstance(clip, (int, float)) and not isinstance(clip, bool):
+        # a method that does not exist is named by the config's check, later
         row = METHODS.get(method) if isinstance(method, str) else None
         return {"norm": clip, "scope": "global" if row is not None and row.flushes else "stage"}
     if not isinstance(clip, (tuple, list)) or len(clip) != 2:
@@ -94,6 +97,7 @@ def require_kinds(
         and not isinstance(value, Mapping)
         for name, value in mappings.items()
     }
+    # a bool is an int in Python, and warmup=True would be one update
     is_count = isinstance(warmup, int) and not isinstance(warmup, bool) and warmup >= 0
     faults[f"warmup: {show(warmup)}: must be a number of updates"] = not is_count
     is_number = isinstance(deadline, (int, float))
@@ -119,6 +123,7 @@ def require_metrics(metrics: Any) -> Any:
 
 def require_iterable(call: str, name: str, value: Any) -> None:
     """Raise `BadInput` for an argument of a call that cannot be iterated over."""
+    # `iter` also takes objects with __getitem__ alone, as torch's map-style data sets are
     if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
         raise BadInput(f"{call}: {name}: {describe_kind(value)}: must be an iterable of batches")
 
@@ -172,31 +177,54 @@ def require_current_gpu(model: nn.Module, device: str | torch.device | None) -> 
         )
 
 
-def require_group_of_all(group: Any, backend: BackendConfig) -> None:
-    """Raise `BadInput` if `group` is not one of all ranks in their order; None is the default
-    group.
+def require_group(argument: str, group: Any, backend: BackendConfig) -> None:
+    """Raise `BadInput` if `group`, of the argument process_group or data_group, is not a process
+    group with this rank; None is none.
     """
     if group is None:
         return
     if not backend.facts.uses_processes:
         raise BadInput(
-            f"process_group: backend {backend.name} has no processes: leave it out, or use "
+            f"{argument}: backend {backend.name} has no processes: leave it out, or use "
             f"backend='distributed'"
         )
     if not isinstance(group, dist.ProcessGroup):
+        # new_group returns this to the ranks that are not in the group
         is_outside = group == dist.GroupMember.NON_GROUP_MEMBER
         what = "a group without this rank" if is_outside else describe_kind(group)
+        raise BadInput(f"{argument}: {what}: must be a torch.distributed.ProcessGroup, or None")
+
+
+def count_replicas(replicas: int, process_group: Any, data_group: Any) -> int:
+    """Return the replicas of a pipeline, which are the ranks of its data group if there is one.
+    Raise `BadInput` if the two groups do not fit, or `replicas` contradicts them.
+    """
+    if data_group is None:
+        return replicas
+    # others are refused by `require_group`
+    if not all(
+        isinstance(group, dist.ProcessGroup) for group in (process_group, data_group) if group
+    ):
+        return 1
+    if process_group is None:
         raise BadInput(
-            f"process_group: {what}: must be a torch.distributed.ProcessGroup of all ranks, or None"
+            "data_group: without process_group all ranks hold stages: give the group of the stages, "
+            'such as mesh["pp"].get_group()'
         )
-    ranks = dist.get_process_group_ranks(group)
-    world = dist.get_world_size()
-    if ranks != list(range(world)):
-        why = (
-            "stages are placed on all ranks, in their order: must be a group of all of them, or "
-            "None"
+    ranks = dist.get_process_group_ranks(data_group)
+    stages = dist.get_process_group_ranks(process_group)
+    shared = sorted({*ranks} & {*stages} - {dist.get_rank()})
+    if shared:
+        raise BadInput(
+            f"data_group: rank {shared[0]} is in process_group, too: the groups must share this "
+            f"rank alone"
         )
-        raise BadInput(f"process_group: ranks {list_some(ranks, 8)} of {world}: {why}")
+    if replicas not in (1, len(ranks)):
+        raise BadInput(
+            f"replicas: {replicas}: data_group has {len(ranks)} ranks, which are the replicas: "
+            f"leave it out"
+        )
+    return len(ranks)
 
 
 def require_settings_of(
@@ -223,10 +251,13 @@ def require_settings_of(
     if not kind.__module__.startswith("torch.optim."):
         return
     accepted = inspect.signature(kind.__init__).parameters
+    # constructors also check settings against one another: Nesterov needs momentum
     both = {**optimizer.defaults, **settings}
     try:
         kind(
+            # a matrix, since Muon refuses other parameters
             [nn.Parameter(torch.zeros(1, 1))],
+            # AdamW has a default, decoupled_weight_decay, that its constructor does not take
             **{key: value for key, value in both.items() if key in accepted},
         )
     except (TypeError, ValueError, RuntimeError) as error:
@@ -240,10 +271,12 @@ def parse_by_stage(by_stage: Any, optimizer: torch.optim.Optimizer) -> dict[str,
     if not isinstance(by_stage, Mapping):
         example = "{'lr': [0.1, 0.05]}"
         raise BadInput(f"by_stage: {show(by_stage)}: must be a mapping of settings, as {example}")
+    # names alone are checked here, by values that pass: a list by stage is no value of a setting
     present = {key: optimizer.defaults.get(key) for key in by_stage}
     require_settings_of(optimizer, "by_stage", present)
     parsed: dict[str, Any] = {}
     for key, values in by_stage.items():
+        # a config, as YAML gives it, has lists
         parsed[key] = list(values) if isinstance(values, tuple) else values
         if isinstance(values, Mapping):
             parsed[key] = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

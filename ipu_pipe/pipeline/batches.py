@@ -53,10 +53,16 @@ def divide_batch(x: Any, y: Any, count: int) -> list[Microbatch]:
         )
     size = samples // count
 
+    def take_part(tensor: torch.Tensor, i: int) -> torch.Tensor:
+        # a scalar goes with every microbatch
+        if not tensor.dim():
+            return tensor
+        # by `data`, because autograd takes a write to one view for a write to all of them
+        whole = tensor if tensor.requires_grad else tensor.data
+        return whole[i * size : (i + 1) * size]
+
     def take(nest: Any, i: int) -> Any:
-        return map_tensors(
-            lambda tensor: tensor[i * size : (i + 1) * size] if tensor.dim() else tensor, nest
-        )
+        return map_tensors(lambda tensor: take_part(tensor, i), nest)
 
     return [Microbatch(take(x, i), take(y, i)) for i in range(count)]
 
@@ -118,6 +124,7 @@ def sum_floats(nest: Any) -> list[torch.Tensor]:
     Nobody reads them unless a loss is not finite, so that no device is waited for.
     """
     return [
+        # a sum of float16 numbers may overflow though each of them is finite
         tensor.detach().sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
         for tensor in list_tensors(nest)
         if tensor.is_floating_point()

@@ -1,24 +1,23 @@
-"""Build a job from a config: model, data, stages, schedule and version table of a run, all checked
-before anything trains.
+"""Build a job: model, loss and data, stages, versions, optimizer and update rules, all checked before
+anything trains.
 """
 
 from __future__ import annotations
 
 import contextlib
-import numbers
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import nn
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.processes.agreement import compare_models, compare_values
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import GIVEN, OWN, Description, Given
-from ipu_pipe.config.values import MOST_STOPS, MOST_UPDATES
+from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import LoaderData
 from ipu_pipe.errors import BadInput, raise_faults
@@ -32,31 +31,27 @@ from ipu_pipe.job.factories import (
     make_loss,
     make_loss_weight,
     make_model,
-    make_scheduler,
 )
-from ipu_pipe.job.metrics import make_metrics, prefers_greater
+from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.numerics import set_numerics
-from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe_optimizer
-from ipu_pipe.job.record import DTYPES, InitialWeights, Job, Setup, list_drains
-from ipu_pipe.job.user_code import attribute_faults
-from ipu_pipe.launcher import read_launch
+from ipu_pipe.job.overrides import Overrides, describe_given, describe_optimizer
+from ipu_pipe.job.record import DTYPES, InitialWeights, Job, Length, Setup
 from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks, verify_losses
 from ipu_pipe.model.batch import clone_tensors
-from ipu_pipe.model.loss import Loss, OwnLoss, SumOfLosses, get_plain_loss
+from ipu_pipe.model.loss import Loss, SumOfLosses, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
 from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.observation import Observation
-from ipu_pipe.model.precision import ModelPrecision, get_uncast_loss
+from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.randomness import RandomStates, derive_seed
-from ipu_pipe.model.restoring import record_modes
 from ipu_pipe.model.stages import Footprint, make_footprint
-from ipu_pipe.pipeline.checks import check_model, check_modules, find_faults
-from ipu_pipe.pipeline.device_check import require_device, try_new_device
+from ipu_pipe.pipeline.checks import check_model, check_modules, find_faults, require_device
 from ipu_pipe.pipeline.optimizer import OptimizerHandle
+from ipu_pipe.pipeline.sharding import PrepareStage, prepare_stages
 from ipu_pipe.plan.config_cut import choose_stages
 from ipu_pipe.refusals import NONE, Argument
-from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
-from ipu_pipe.schedule.timelines import OPEN, make_schedule, open_schedule
+from ipu_pipe.schedule.methods import Method, resolve_method
+from ipu_pipe.schedule.timelines import OPEN, open_schedule
 from ipu_pipe.schedule.versions import VersionTable, find_segment_ends
 from ipu_pipe.store.checkpoint import find_newest, load_weights, read_weights
 from ipu_pipe.text import describe_kind
@@ -74,10 +69,6 @@ from ipu_pipe.update.optimizer import (
 from ipu_pipe.update.rates import (
     advise_rate,
     choose_anneal_updates,
-    get_present_rate,
-    make_plateau,
-    make_rate,
-    simulate_scheduler,
 )
 
 
@@ -99,9 +90,8 @@ def set_up(
     """
     objects = Overrides(model, data, loss, **others)
     objects.require_entries(config)
-    kind = require_device(config.backend.device)
-    if not by_shape:
-        try_new_device(kind.name)
+    require_device(config.backend.device)
+    # before the model is made, whose initial weights are drawn from these generators
     _set_process_state(config)
     device = torch.device("meta" if by_shape else config.backend.device)
     if model is None:
@@ -116,6 +106,7 @@ def set_up(
     # ranks that disagree would send tensors that the receiver does not expect
     compare_models(model)
     initial_weights = _load_initial_weights(model, config) if config.init_from else None
+    # after loading, because each rank reads the file itself and may have another
     compare_values(model, plain_loss, replaces_weights=done > 0)
     # it may have class weights
     if isinstance(plain_loss, nn.Module):
@@ -141,6 +132,7 @@ def set_up(
         facts.trains_on or config.backend.device,
         facts.emulates,
         initial_weights,
+        # known with the first output (`check_model`)
         label_range=None,
         came_evaluating=came_evaluating,
         loss_weight=make_loss_weight(config, objects, loss_of_output),
@@ -223,46 +215,15 @@ def _load_initial_weights(
     )
 
 
-def build(
-    config: Config,
-    model: nn.Module | None = None,
-    data: DataSource | None = None,
-    loss: Loss | str | None = None,
-    *,
-    done: int = 0,
-    by_shape: bool = False,
-    **others: Any,
-) -> Job:
-    """Build the job that `config` describes; `model`, `data`, `loss` and `others` replace the
-    config's entries as in `set_up`.
-
-    `done`, `by_shape`: as in `set_up`. Raise `BadInput` if anything does not fit. Exceptions of the
-    user's own code pass unchanged.
-    """
-    objects = Overrides(model, data, loss, **others)
-    with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
-        if model is not None:
-            undo.callback(record_modes(model))
-        setup = set_up(
-            objects.describe_in(config), done=done, by_shape=by_shape, **objects._asdict()
-        )
-        undo.callback(setup.precision.give_back)
-        job = assemble(resolve(setup, objects, done), objects, done)
-        # only a run that is refused leaves the model as it was
-        undo.pop_all()
-    return job
-
-
 class Resolved(NamedTuple):
     """A run whose config is complete: `setup` has the model in its stages, and the config with what
     was left open.
 
     `placed`: the stages, and which of them are here. `example`: the first microbatch;
-    `observation`: of a training pass of it. `per_epoch`, `updates`: the updates of an epoch (None
-    if the data has no length) and of the run. `switch`: the updates of the synchronous warm-up.
-    `table`: the schedule and the weight versions that its passes read. `optimizer`: of the stages
-    that this process trains; `full_optimizer`: of all. `advice`: a line about the learning rate that
-    the method advised; empty if the config has its own.
+    `observation`: of a training pass of it. `switch`: the updates of the synchronous warm-up.
+    `table`: the weight versions that passes read, by a schedule whose end is open. `optimizer`: of
+    the stages that this process trains; `full_optimizer`: of all. `advice`: a line about the
+    learning rate that the method advised; empty if the config has its own.
     """
 
     setup: Setup
@@ -271,8 +232,6 @@ class Resolved(NamedTuple):
     example: tuple[Any, Any]
     observation: Observation
     footprint: Footprint
-    per_epoch: int | None
-    updates: int
     switch: int
     table: VersionTable
     optimizer: torch.optim.Optimizer
@@ -281,14 +240,17 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    setup: Setup, objects: Overrides, done: int = 0, handle: OptimizerHandle | None = None
+    setup: Setup,
+    objects: Overrides,
+    length: Length,
+    handle: OptimizerHandle | None = None,
+    prepare: PrepareStage | None = None,
 ) -> Resolved:
     """Divide the model into its stages, and complete the config: no config is replaced after this.
 
-    `handle`: the optimizer of a loop of the caller's own, whose end and rates are not known ahead;
-    None for a run that is planned. A loop counts its warm-up in updates.
+    `length`: in which the config counts epochs. `handle`: the optimizer of a caller's loop; None:
+    the config's. `prepare`: shards the stages of this rank.
     """
-    per_epoch, updates = _count_updates(setup) if handle is None else (None, OPEN)
     setup, placed, example, observation, footprint = _divide(setup)
     stage_count = len(placed.partition)
     method = _resolve_method(setup.config)
@@ -296,37 +258,26 @@ def resolve(
     if method.rounds is not None and method.rounds.replicas is None:
         setup = replace(setup, config=setup.config.with_method_args(replicas=stage_count))
         method = _resolve_method(setup.config)
-        if handle is None:
-            per_epoch, updates = _count_updates(setup)
     config = setup.config
     if method.segments is not None:
         # raises if there are more segments than stages
         find_segment_ends(stage_count, method.segments)
     warmup = config.method_args.warmup
-    switch = 0
-    if warmup is not None:
-        switch = round(warmup.epochs * (per_epoch or 0 if handle is None else 1))
+    # a loop counts its warm-up in updates
+    switch = 0 if warmup is None else round(warmup.epochs * (length.per_epoch or 1))
     # replicas with weights of their own take turns in one schedule
     accumulate = (
         config.gradient_accumulation if method.rounds is None else method.rounds.replicas or 1
     )
-    try:
-        if handle is not None:
-            schedule = open_schedule(method, stage_count, accumulate, (), switch)
-        else:
-            drains = [k * accumulate for k in list_drains(config, updates, per_epoch, done)]
-            microbatches = updates * accumulate
-            schedule = make_schedule(
-                method, stage_count, microbatches, accumulate, drains, switch * accumulate
-            )
-    # schedules call the config's gradient_accumulation `accumulate`
-    except BadInput as error:
-        raise BadInput(
-            [line.replace("accumulate:", f"{Argument('microbatches')}:", 1) for line in error.lines]
-        ) from None
+    with name_microbatches():
+        schedule = open_schedule(method, stage_count, accumulate, (), switch)
     table = VersionTable(schedule, method, config.seed)
     setup, advice = _fill_open_rates(setup, objects, table)
     config = setup.config
+    if prepare is not None:
+        assert handle is not None
+        draws = observation.effects.draws
+        prepare_stages(prepare, setup, method, placed, example[0], handle, draws)
     optimizer, full_optimizer = _make_optimizers(setup, objects, placed, table, handle)
     if objects.optimizer is not None:
         described = describe_given(config, {"optimizer": describe_optimizer(full_optimizer)})
@@ -338,14 +289,23 @@ def resolve(
         example,
         observation,
         footprint,
-        per_epoch,
-        updates,
         switch,
         table,
         optimizer,
         full_optimizer,
         advice,
     )
+
+
+@contextlib.contextmanager
+def name_microbatches() -> Iterator[None]:
+    """Name the microbatches of an update in the faults of schedules, which call them accumulate."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(
+            [line.replace("accumulate:", f"{Argument('microbatches')}:", 1) for line in error.lines]
+        ) from None
 
 
 def _fill_open_rates(setup: Setup, objects: Overrides, table: VersionTable) -> tuple[Setup, str]:
@@ -388,13 +348,14 @@ def _divide(setup: Setup) -> tuple[Setup, Placed, tuple[Any, Any], Observation, 
     first_batch = setup.data.train_batch(0, 0, config.micro_batch_size)
     inputs, labels = setup.split_batch(first_batch)
     if setup.loss_weight is not None and setup.device.type != "meta":
+        # a function that gives no weight is reported before the first update
         setup.weigh(first_batch, "update 0, microbatch 0")
     # clone, because a model that works in place must not change the data
     example = clone_tensors(setup.move_to_device(inputs, labels))
     observation = check_model(setup, example, labels)
     if config.leaves_stages_to_planner:
         processes = (
-            read_launch().world // config.replicas if config.backend.facts.uses_processes else None
+            world.count_devices(config.replicas) if config.backend.facts.uses_processes else None
         )
         # only on the main process, because each process would measure its own machine
         begins = run_on_main(
@@ -417,6 +378,7 @@ def _divide(setup: Setup) -> tuple[Setup, Placed, tuple[Any, Any], Observation, 
         observation = observe_blocks(model, loss, example)
         footprint = measure_footprint(model, partition, observation)
     if placed.pieces or method.structure is not None:
+        # a loss may read a part of the model that is on another stage
         verify_losses(model, placed.pieces, loss, example, observation.effects.draws)
     if (
         isinstance(config.stages, dict)
@@ -424,6 +386,7 @@ def _divide(setup: Setup) -> tuple[Setup, Placed, tuple[Any, Any], Observation, 
         and partition.begins
         and not partition.spread
     ):
+        # another measurement would cut elsewhere, and a resumed run needs the same cut
         config = config.model_copy(update={"stages": list(partition.begins)})
     return (
         replace(setup, config=config, model=model, loss=loss),
@@ -454,6 +417,7 @@ def _make_optimizers(
     groups = make_groups(
         setup.model, placed.partition, config.optimizer.no_decay, members, choose_member
     )
+    # master copies, where there are any, are stepped in place of the weights
     groups = replace_parameters(groups, setup.precision.get_trained)
     apply_settings_by_stage(config, groups, table.rule_lag().tolist())
     local_groups = _select_local_groups(groups, placed)
@@ -464,25 +428,38 @@ def _make_optimizers(
     return optimizer, optimizer if local_groups is groups else factory(groups)
 
 
+class Rates(NamedTuple):
+    """The learning rates of a run before its update rules.
+
+    `base`: the rate of which all others are shares, 0 if `settings` has each group's own; `rate(k)`:
+    of update k; `plateau`: follows evaluations; `settings`: of each update and parameter group, if
+    the groups' rates do not stay in proportion.
+    """
+
+    base: float
+    rate: Callable[[int], float]
+    plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
+    settings: GroupSettings | None = None
+
+
 def assemble(
-    resolved: Resolved, objects: Overrides, done: int = 0, handle: OptimizerHandle | None = None
+    resolved: Resolved,
+    length: Length,
+    rates: Rates,
+    optimizer_faults: Sequence[str] = (),
+    run_faults: Sequence[str] = (),
 ) -> Job:
     """Build the job from what is resolved, with learning rates and update rules. Raise `BadInput`
-    if they conflict.
+    with all conflicts.
+
+    `optimizer_faults`: of the config's own optimizer, with its file; `run_faults`: other reasons to
+    refuse the run.
     """
     setup = resolved.setup
     method = resolved.method
-    full_optimizer = resolved.full_optimizer
     config = setup.config
-    schedule = resolved.table.schedule
-    if handle is None:
-        rates = _make_rates(config, objects, full_optimizer, resolved.updates, resolved.per_epoch)
-    else:
-        first_group = full_optimizer.param_groups[0]
-        settings = handle.get_settings
-        rates = _Rates(0.0, lambda k: float(settings(k, first_group)["lr"]), None, settings)
     chosen = choose_rules(
-        _complete_rule_settings(resolved),
+        _complete_rule_settings(config, length),
         method,
         resolved.table.rule_lag(),
         config.gradient_accumulation,
@@ -502,63 +479,48 @@ def assemble(
         **vars(setup),
         partition=placed.partition,
         method=method,
-        schedule=schedule,
+        schedule=resolved.table.schedule,
         table=resolved.table,
-        full_optimizer=full_optimizer,
+        full_optimizer=resolved.full_optimizer,
         optimizer=resolved.optimizer,
         rules=rules,
         base_rate=rates.base,
-        rate=rates.rate,
-        plateau=rates.plateau,
-        updates_per_epoch=resolved.per_epoch,
-        updates=resolved.updates,
+        updates_per_epoch=length.per_epoch,
+        updates=length.updates,
         example=resolved.example,
         footprint=resolved.footprint,
         observation=resolved.observation,
         note=placed.note,
-        advice=resolved.advice,
-        done=done,
-        used=Given(optimizer=describe_optimizer(full_optimizer), loss=_describe_loss(setup.loss)),
         pieces=placed.pieces,
-        placement=tuple(placed.placement) or schedule.device_of_stage,
+        placement=tuple(placed.placement) or resolved.table.schedule.device_of_stage,
     )
-    # randomized methods count a stage's own updates, not the batches of the settings
-    if handle is not None and method.history is None:
-        job.compared = handle.compared
-    raise_faults(
-        find_faults(job, () if objects.optimizer is not None else config.optimizer_faults())
-    )
+    # at the end, where all is known, so that one attempt shows all conflicts
+    raise_faults([*find_faults(job, optimizer_faults), *run_faults])
     job.note = job.note or get_backend(config).describe(job)
+    # nothing can be refused any more, and the copies are as large as the model
     job.precision.forget_given_values()
     return job
 
 
-def _describe_loss(loss: Loss) -> Description:
-    """Return the description of the user's loss for the run's record."""
-    plain_loss = get_uncast_loss(get_plain_loss(loss))
-    return Description(name=OWN) if isinstance(plain_loss, OwnLoss) else describe(plain_loss)
-
-
-def _complete_rule_settings(resolved: Resolved) -> dict[str, Any]:
+def _complete_rule_settings(config: Config, length: Length) -> dict[str, Any]:
     """Return the settings of the method's rules. The learning-rate schedule gives T1's K by
     default.
 
     Raise `BadInput` if a run whose end is not known leaves K open.
     """
-    config = resolved.setup.config
     args = config.method_settings()
     if "t1" not in args or args["t1"]["anneal_updates"] is not None:
         return args
-    if resolved.updates == OPEN:
+    if length.updates == OPEN:
         raise BadInput(
             f"method_args.t1.anneal_updates: {NONE}: the run's end is not known: must be a number "
             "of updates"
         )
     lr_schedule = config.lr_schedule
     first_milestone = None
-    if lr_schedule.milestones and resolved.per_epoch:
-        first_milestone = round(min(lr_schedule.milestones) * resolved.per_epoch)
-    updates = lr_schedule.total_steps or resolved.updates
+    if lr_schedule.milestones and length.per_epoch:
+        first_milestone = round(min(lr_schedule.milestones) * length.per_epoch)
+    updates = lr_schedule.total_steps or length.updates
     anneal = choose_anneal_updates(first_milestone, lr_schedule.warmup_steps, updates)
     return {**args, "t1": {"anneal_updates": anneal}}
 
@@ -577,123 +539,3 @@ def _select_local_groups(groups: Groups, placed: Placed) -> Groups:
         shared = {id(p) for p in blocks.pieces[first - 1].parameters()}
         local_groups += select_parameters(select_stage(groups, first - 1), shared)
     return local_groups
-
-
-class _Rates(NamedTuple):
-    """The learning rates of a run before its update rules.
-
-    `base`: the rate of which all others are shares; `rate(k)`: of update k; `plateau`: follows
-    evaluations; `settings`: of each update and parameter group, if the groups' rates do not stay in
-    proportion.
-    """
-
-    base: float
-    rate: Callable[[int], float]
-    plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
-    settings: GroupSettings | None = None
-
-
-def _make_rates(
-    config: Config,
-    objects: Overrides,
-    optimizer: torch.optim.Optimizer,
-    updates: int,
-    per_epoch: int | None,
-) -> _Rates:
-    """Make the learning rates that `lr_schedule` describes, from the rates of the optimizer's
-    groups.
-    """
-    settings = config.lr_schedule
-    per_call = config.updates_per_call
-    # it must not be 0, because all rates are shares of it
-    base = next((float(group["lr"]) for group in optimizer.param_groups if group["lr"]), 0.0)
-    if settings.name == "plateau":
-        mode = "max" if prefers_greater(settings.metric or "loss") else "min"
-        plateau = make_plateau(base, {"mode": mode, **(settings.args or {})})
-        share = make_rate(settings, 1.0, updates, per_epoch, per_call)
-        return _Rates(base, lambda k: get_present_rate(plateau) * share(k), plateau)
-    if not settings.is_played:
-        return _Rates(base, make_rate(settings, base, updates, per_epoch, per_call))
-    if settings.interval == "epoch" and per_epoch is None:
-        raise BadInput("lr_schedule.interval: epoch: the data have no epochs: must be update")
-    every = per_epoch if settings.interval == "epoch" and per_epoch else 1
-    make_torch_scheduler = objects.lr_scheduler or make_scheduler(config)
-    scheduled = simulate_scheduler(
-        make_torch_scheduler, optimizer, base, updates, every, len(config.optimizer.members)
-    )
-    played = [scheduled[k - k % per_call] for k in range(updates)]
-    differ = any(len(set(rates)) > 1 for rates in played)
-
-    def get_settings(k: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
-        # randomized methods may update one stage more often than the run has steps
-        return {"lr": played[min(k, updates - 1)][group["member"]]}
-
-    return _Rates(
-        base, lambda k: played[min(k, updates - 1)][0], None, get_settings if differ else None
-    )
-
-
-def _count_updates(setup: Setup) -> tuple[int | None, int]:
-    """Return (updates of an epoch or None, updates of the run); a batch has `gradient_accumulation`
-    microbatches a replica.
-
-    Raise `BadInput` if an epoch does not fill a batch, if settings count in epochs but the data
-    have no length, or if the run has too many updates or stops to be planned.
-    """
-    config = setup.config
-    rounds = _resolve_method(setup.config).rounds
-    replicas = config.replicas if rounds is None else rounds.replicas or 1
-    microbatches = setup.data.train_batches_per_epoch(config.micro_batch_size)
-    evaluation = config.evaluate
-    if microbatches is not None and not isinstance(microbatches, numbers.Integral):
-        why = "must be the microbatches of an epoch, or None"
-        raise BadInput(
-            f"data: train_batches_per_epoch: returned {describe_kind(microbatches)}: {why}"
-        )
-    milestones = config.lr_schedule.milestones
-    total = config.lr_schedule.total_steps
-    per_epoch = (
-        None if microbatches is None else microbatches // (config.gradient_accumulation * replicas)
-    )
-    if per_epoch is None:
-        warmup = config.method_args.warmup
-        counts_epochs: dict[str, Any] = {
-            "steps: null: must be the updates of the run": config.steps is None,
-            f"lr_schedule.milestones: {milestones}: must be none (linear and cosine go by updates)": milestones,
-            f"evaluate.every: {evaluation.every}: must be 1 or 0, after the last update, or with "
-            f"evaluate.steps, in updates": evaluation.every not in (0, 1)
-            and evaluation.steps is None,
-            f"method_args.warmup: {warmup and warmup.epochs} epochs: must be none": warmup,
-            f"method: {config.method}: draws delays by the epoch: must be another": METHODS[
-                config.method
-            ].history,
-        }
-        why = "the training data has no length, so that it has no epochs"
-        raise_faults({f"{fault}: {why}": is_so for fault, is_so in counts_epochs.items()})
-    elif per_epoch < 1:
-        raise BadInput(
-            f"data: {microbatches} microbatches an epoch do not fill one batch of "
-            f"gradient_accumulation "
-            f"{config.gradient_accumulation} x replicas {replicas}: lower them, micro_batch_size, "
-            f"or take more data"
-        )
-    updates = config.steps if config.steps is not None else config.epochs * (per_epoch or 0)
-    planned = "a run is planned before it starts"
-    faults: dict[str, Any] = {
-        f"epochs: {config.epochs}: {updates} updates, at most {MOST_UPDATES}: {planned}": updates
-        > MOST_UPDATES,
-        f"lr_schedule.total_steps: {total}: must be at least the {updates} updates of the run": total
-        and total < updates,
-    }
-    intervals = (
-        ("checkpoint", config.checkpoint_every, config.checkpoint_every),
-        ("evaluate", evaluation.every, evaluation.interval(per_epoch)),
-    )
-    for key, value, every in intervals:
-        stops = updates // every if every else 0
-        faults[
-            f"{key}.every: {value}: {stops} times in {updates} updates, at most {MOST_STOPS}: "
-            f"{planned}"
-        ] = stops > MOST_STOPS
-    raise_faults(faults)
-    return per_epoch, updates

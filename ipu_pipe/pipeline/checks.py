@@ -11,14 +11,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ipu_pipe.backends.ranks import read_torch_version
+from ipu_pipe.backends.features import list_lacking
 from ipu_pipe.backends.table import get_backend
+from ipu_pipe.config.backend_facts import BACKEND_FACTS
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.job.evaluation import load_test_batches
 from ipu_pipe.job.metrics import DEFAULT
-from ipu_pipe.job.record import Job, Setup, list_drains
+from ipu_pipe.job.record import Job, Setup
 from ipu_pipe.model.batch import call_model, count_samples, describe_tensors
-from ipu_pipe.model.devices import fork_random, get_kind
+from ipu_pipe.model.devices import DeviceKind, fork_random, get_kind, list_accelerators
 from ipu_pipe.model.loss import (
     SCORES,
     Loss,
@@ -38,12 +39,32 @@ from ipu_pipe.model.precision import get_uncast_loss, get_user_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
 from ipu_pipe.model.restoring import restore_all, restore_function
 from ipu_pipe.plan.config_cut import list_shortages
-from ipu_pipe.refusals import NONE, OWN_LOSS, Argument, Words
-from ipu_pipe.schedule.timelines import OPEN
-from ipu_pipe.text import describe_kind, list_some, show
+from ipu_pipe.refusals import NONE, OWN_LOSS, Argument, Words, name_key
+from ipu_pipe.text import describe_kind, find_alias, list_some, show
 from ipu_pipe.update import coupling, rules
 from ipu_pipe.update import optimizer as update
 from ipu_pipe.update.clipping import explain_stage_scope
+
+
+def require_device(name: str) -> DeviceKind:
+    """Return the kind of device that `backend.device` names. Raise `BadInput` if torch has none
+    here.
+    """
+    kind = get_kind(name)
+    if kind.is_available():
+        return kind
+    if kind.is_cuda:
+        raise BadInput(
+            f"{Argument('device')}: cuda: this machine has no usable CUDA device: use cpu"
+        )
+    known = " or ".join(["cpu", *(one.name for one in list_accelerators())])
+    # tpu and ipu are no devices of torch: the backends xla and poptorch have them
+    meant = name if name in BACKEND_FACTS else find_alias(name, BACKEND_FACTS)
+    platform = f" {name_key('backend.platform')}=tpu" if name == "tpu" else ""
+    hint = f"; did you mean {name_key('backend.name')}={meant}{platform}?" if meant else ""
+    raise BadInput(
+        f"{Argument('device')}: {name}: torch has no such device here: must be {known}{hint}"
+    )
 
 
 def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
@@ -59,14 +80,12 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
         for f in rules.list_conflicts(args, job.method, kind, group)
     ]
     conflicts = {
-        **_find_backend_conflicts(job),
         **_find_single_stage_conflicts(job),
         **_find_copy_conflicts(job),
-        **_find_stop_conflicts(job),
         **_find_misplaced_block_settings(job),
         **(_find_block_conflicts(job) if job.method.structure is not None else {}),
     }
-    faults = [*get_backend(job.config).list_faults(job)]
+    faults = [*list_lacking(job), *get_backend(job.config).list_faults(job)]
     method = job.method
     is_alone = method.structure is None and method.rounds is None and method.history is None
     at_once = job.config.backend.facts.emulates and method.flushes and is_alone
@@ -84,34 +103,8 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
         next((line for line in optimizer_faults if line.endswith(fault)), fault)
         for fault in rule_faults
     ]
+    # the groups of an optimizer often share a fault
     return list(dict.fromkeys(faults))
-
-
-def _find_backend_conflicts(job: Job) -> dict[str, Any]:
-    """Return the settings that the backend, or the installed torch, does not support."""
-    config = job.config
-    method = job.method
-    sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
-    backend = config.backend.facts
-    return {
-        f"checkpoint.format: sharded: needs torch 2.4 or later, this is {torch.__version__}: must "
-        f"be single": sharded and read_torch_version() < (2, 4),
-        f"lr_schedule.name: plateau: {backend.why_rates_are_fixed}: use another backend or "
-        f"schedule": job.plateau and backend.why_rates_are_fixed,
-        "lr_schedule.name: plateau: follows evaluations, and this run has no interval: set "
-        "evaluate.every or evaluate.steps": job.plateau and not job.evaluation_interval,
-        f"ema: {backend.why_weights_are_hidden}, which average none: use another backend, or {NONE}": config.ema
-        and backend.why_weights_are_hidden,
-        f"ema: {method.name}: its stages, replicas or duplicates of layers step by themselves: "
-        f"must be {NONE}": config.ema
-        and (method.history or method.rounds or (method.structure and method.structure.overlap)),
-        "ema: not with weights of several stages on processes, where each has a copy: use the "
-        "emulator, or untie them": config.ema
-        and job.partition.list_tied(job.model)
-        and backend.uses_processes,
-        "model.compile: true: only backend: {name: distributed} compiles the modules of its "
-        "stages: must be false": config.model.compile and not backend.compiles_modules,
-    }
 
 
 def _find_single_stage_conflicts(job: Job) -> dict[str, Any]:
@@ -128,13 +121,16 @@ def _find_single_stage_conflicts(job: Job) -> dict[str, Any]:
     if method.rounds is not None:
         alone = f"{method.name} has replicas that step by themselves (method_args.replicas)"
     return {
+        f"ema: {method.name}: its stages, replicas or duplicates of layers step by themselves: "
+        f"must be {NONE}": config.ema
+        and (alone or (method.structure and method.structure.overlap)),
         f"replicas: {replicas}: {alone}: must be 1": alone and replicas > 1,
         f"{Argument('microbatches')}: {accumulation}: {alone}: must be 1": alone
         and accumulation > 1,
         f"method_args.delay_compensation: cannot be combined with loss_weight: it uses the "
         f"gradient of a microbatch's own loss, and earlier stages do not know its weight: must be "
         f"{NONE}": job.loss_weight
-        and job.rules.compensates
+        and "delay_compensation" in config.method_settings()
         and job.schedule.accumulate * replicas > 1,
         f"{Argument('clip')}: {scope}: {alone}: use {by_stage}": alone
         and scope not in (None, "stage"),
@@ -161,35 +157,6 @@ def _find_copy_conflicts(job: Job) -> dict[str, Any]:
         f"one: must be 1, or "
         f"{Argument('method_args', {'delay_compensation': {'adaptive': False}})}": replicas > 1
         and compensation.get("adaptive"),
-    }
-
-
-def _find_stop_conflicts(job: Job) -> dict[str, Any]:
-    """Return the stops of a planned run, where it evaluates or saves, at which its replicas or
-    blocks have a round unfinished.
-    """
-    config = job.config
-    rounds = job.method.rounds
-    stops = []
-    # a caller's loop stops where it likes
-    if job.updates < OPEN:
-        drains = list_drains(config, job.updates, job.updates_per_epoch, job.done)
-        stops = [*drains, job.updates]
-    synchronizes = rounds is not None and rounds.outer is not None
-    interval = rounds.interval(len(job.partition)) if rounds is not None and synchronizes else 1
-    unsynchronized = next((k for k in stops if k % interval), None)
-    counts = config.method_settings().get("block_accumulation", ())
-    incomplete = [(every, k) for every in counts for k in stops if k % every]
-    unapplied = incomplete[0] if incomplete else (0, 0)
-    return {
-        f"method_args.outer: an evaluation, a checkpoint or the end comes after {unsynchronized} "
-        f"steps, it must come after a "
-        f"multiple of {interval}, when replicas synchronize (evaluate.steps, evaluate.every, "
-        f"checkpoint.every, steps)": unsynchronized is not None,
-        f"method_args.block_accumulation: {unapplied[0]}: an evaluation or checkpoint comes after "
-        f"{unapplied[1]} updates, it "
-        "must come after a multiple, when no gathered gradient is left (evaluate.every, "
-        "checkpoint.every, steps)": unapplied[0],
     }
 
 
@@ -247,6 +214,9 @@ WRAPPERS = {
 }
 
 
+SHARD_LATER = "; shard its stages after the cut, by Pipeline(prepare_stage=...)"
+
+
 def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
     """Raise `BadInput` for modules and tensors of model and loss that stages, checkpoints or
     optimizers do not support.
@@ -260,6 +230,7 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
                 "the model first"
             )
             raise BadInput(f"{place}: {why}")
+        # by name: PopTorch and DeepSpeed may not be installed, and fully_shard adds a base class
         kinds = [
             WRAPPERS[kind.__name__] for kind in type(module).__mro__ if kind.__name__ in WRAPPERS
         ]
@@ -271,18 +242,24 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
                 f"is wrapped by {kinds[0]}: give the model itself, which the backend divides "
                 f"over its devices"
             )
-            raise BadInput(f"{place}: {why}")
+            is_sharded = kinds[0] in ("FullyShardedDataParallel", "fully_shard")
+            raise BadInput(f"{place}: {why}{SHARD_LATER if is_sharded else ''}")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             sparse.append(name)
     state = model.state_dict()
+    # a model may have a `state_dict` of its own
     if not isinstance(state, Mapping):
         raise BadInput(
             f"model: state_dict: returned {describe_kind(state)}: must return names to tensors"
         )
+    # a loss may use weights of the model, which are trained with it
     trained = set(model.parameters())
     of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     untrained = [name for name, p in of_loss if p.requires_grad and p not in trained]
     names_by_fault = {
+        f"is sharded (a DTensor): give whole weights{SHARD_LATER}": [
+            name for name, p in model.named_parameters() if type(p.data).__name__ == "DTensor"
+        ],
         "complex: parameters must be real": [
             name for name, p in model.named_parameters() if p.dtype.is_complex
         ],
@@ -322,6 +299,7 @@ def check_model(setup: Setup, example: tuple[Any, Any], labels: Any) -> Observat
     value: Any = None
 
     def run(x: Any, y: Any) -> Any:
+        # if the pass fails, these tell the message how far it came
         nonlocal output, taken, value
         output = call_model(model, x)
         taken = take_scores(loss, output)
@@ -329,6 +307,8 @@ def check_model(setup: Setup, example: tuple[Any, Any], labels: Any) -> Observat
             get_uncast_loss(get_plain_loss(loss)), taken, get_labels(y)
         )
         if setup.label_range is not None:
+            # before the loss: a label out of range is an assertion in a GPU's kernel, after which
+            # CUDA is lost
             setup.label_range.check(get_labels(labels))
         value = loss(output, y)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -337,6 +317,7 @@ def check_model(setup: Setup, example: tuple[Any, Any], labels: Any) -> Observat
         return value
 
     try:
+        # a loss may keep a state, which must begin the run as if this pass had not been
         with restore_function(get_user_loss(loss)):
             seen = observe_training(model, x, y, run)
     except BadInput:
@@ -407,9 +388,11 @@ def _try_metrics(setup: Setup) -> None:
     """Run the metrics on a batch of the test set before anything is written. Raise `BadInput` if
     one fails.
     """
+    # the library's accuracy cannot fail: it is None for labels that have none
     metrics = [metric for metric in setup.metrics if metric not in DEFAULT]
     if not metrics or setup.device.type == "meta":
         return
+    # the numbers of a run must not depend on whether it has metrics
     with fork_random(setup.device), torch.no_grad(), restore_all(setup.model):
         setup.model.eval()
         for x, labels in itertools.islice(load_test_batches(setup), 1):

@@ -11,14 +11,20 @@ The schedule names the cut of each step: the slot in which stage 0 begins the ne
 
 from __future__ import annotations
 
-from typing import Iterator
+import copy
+from typing import ContextManager, Iterator
 
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.job.record import Job
+from ipu_pipe.pipeline.gradients import OwnGradients
+from ipu_pipe.pipeline.state import SavedState, cast_entries
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.timelines import open_schedule
 from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.store.checkpoint import load_weights
+from ipu_pipe.update.apply import AVERAGE
+from ipu_pipe.update.optimizer import import_state, keeps_elementwise
 
 # Cuts are read in windows that widen, since one slot alone costs as much as hundreds at once: the
 # batches of the first window after a drain, and of the widest.
@@ -41,12 +47,21 @@ class Flow:
         self.drains = [given] if given else []
         self._open()
         self.engine = make_engine(job, given, self.table)
+        stepped = [p for group in job.optimizer.param_groups for p in group["params"]]
+        self._gradients = OwnGradients(job.model.parameters(), stepped)
+
+    def lend_gradients(self) -> ContextManager[None]:
+        """Put the gradients in flight into `p.grad` inside the context; each call of this class does
+        so itself.
+        """
+        return self._gradients.lend()
 
     def give(self) -> None:
         """Give batch k, and run the actions of slots before batch k + 1 enters."""
         k = self.given
         self.given = k + 1
-        self.engine.give(k, self.find_cut(k + 1))
+        with self.lend_gradients():
+            self.engine.give(k, self.find_cut(k + 1))
 
     def take(self) -> Iterator[tuple[int, StepResult]]:
         """Yield the number and the result of each update that has left the pipeline since the last
@@ -92,24 +107,53 @@ class Flow:
         # the engine finishes the row that it has begun; the new schedule says that a round of
         # replicas may end here
         self._open()
-        self.engine.finish(self.given, self.table)
-        updates = list(self._take_before(self.given))
-        self.engine.reopen(self.given, self.table)
+        with self.lend_gradients():
+            self.engine.finish(self.given, self.table)
+            updates = list(self._take_before(self.given))
+            self.engine.reopen(self.given, self.table)
         return updates
 
     def finish(self) -> Iterator[tuple[int, StepResult]]:
         """Run the pipeline empty for the last time, within a round of replicas. Yield the updates
         that had not been taken.
         """
-        self.engine.finish(self.given, self.table)
-        yield from self._take_before(self.given)
+        with self.lend_gradients():
+            self.engine.finish(self.given, self.table)
+            yield from self._take_before(self.given)
 
-    def restart(self, given: int, drains: list[int]) -> None:
-        """Go on with another batch, from an empty pipeline and a state that was loaded."""
-        self.given = self.left = given
-        self.drains = drains
+    def load(self, saved: SavedState) -> None:
+        """Go on from the position of a state, with its weights and the optimizer's entries; the
+        pipeline is empty.
+        """
+        job = self._job
+        model = saved.model
+        tensors = saved.optimizer
+        if job.precision.is_sharded:
+            model = job.precision.masters.import_weights(model, job.model)
+            tensors = job.precision.masters.import_entries(tensors, job.model)
+
+        def load() -> None:
+            with job.precision.put_masters_in_place(loads=True):
+                # what other ranks have is of no use here, and what was loaded before is there
+                load_weights(job.model, {**job.model.state_dict(), **model}, "state")
+
+        self.engine.load_weights(load)
+        trained = job.get_trained()
+        names = {parameter: name for name, parameter in trained.items()}
+        # nobody moves the average of a frozen weight, which is the weight itself before long
+        frozen = {f"{name}/{AVERAGE}" for name, p in trained.items() if not p.requires_grad}
+        # copies, because an optimizer changes its state in place
+        tensors = {key: value.clone() for key, value in tensors.items() if key not in frozen}
+        if keeps_elementwise(job.optimizer):
+            # as torch's own `load_state_dict` does
+            tensors = cast_entries(tensors, trained)
+        import_state(job.optimizer, names, tensors, copy.deepcopy(saved.plain))
+        job.rules.forget_compensated()
+        self._gradients.forget()
+        self.given = self.left = saved.updates
+        self.drains = list(saved.drains)
         self._open()
-        self.engine.reopen(given, self.table, is_loaded=True)
+        self.engine.reopen(self.given, self.table, is_loaded=True)
 
     def find_end(self, k: int) -> int:
         """Return the number of batches given when update k leaves, after which a run ends that is

@@ -29,6 +29,7 @@ from torch import nn
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.record import ComparedSettings
 from ipu_pipe.local.blocks import HEADS
+from ipu_pipe.model.shards import ShardEntries, Shards
 from ipu_pipe.pipeline.arguments import parse_by_stage, require_settings_of
 from ipu_pipe.text import describe_kind, show
 from ipu_pipe.update.optimizer import (
@@ -51,6 +52,7 @@ def is_same_setting(one: Any, other: Any) -> bool:
     """Return whether two values of a setting are the same."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
+    # by their types, too, since 1 equals True
     return type(one) is type(other) and bool(one == other)
 
 
@@ -61,6 +63,7 @@ def describe_setting(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(describe_setting, value))})"
     is_plain = value is None or isinstance(value, (bool, int, float, str))
+    # the repr of other objects may have an address, which differs between processes
     return repr(value) if is_plain else type(value).__name__
 
 
@@ -129,32 +132,44 @@ class SharedState(MutableMapping):  # type: ignore[type-arg]
     of others apart.
 
     Others are the auxiliary heads and master copies that a method or precision adds; the caller's
-    `state_dict` leaves them out.
+    `state_dict` leaves them out. `shards`: of the caller's parameters, if they are sharded; the
+    entries of a shard are DTensors in the caller's optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: Shards | None = None) -> None:
         self._optimizer = optimizer
+        self._shards = Shards([]) if shards is None else shards
         self._own = {p for group in optimizer.param_groups for p in group["params"]}
         self._added: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
 
-    def _find(self, parameter: Any) -> Any:
+    def _find(self, parameter: Any) -> tuple[Any, Any]:
+        """Return the dictionary that has a parameter's entries, and the parameter there."""
+        weight = self._shards.get_weight(parameter)
         # `load_state_dict` of the caller's optimizer makes a new dictionary
-        return self._optimizer.state if parameter in self._own else self._added
+        return (self._optimizer.state if weight in self._own else self._added), weight
 
     def __getitem__(self, parameter: Any) -> Any:
-        return self._find(parameter)[parameter]
+        states, weight = self._find(parameter)
+        entries = states[weight]
+        return entries if weight is parameter else ShardEntries(entries, weight, self._shards)
 
     def __setitem__(self, parameter: Any, value: Any) -> None:
-        self._find(parameter)[parameter] = value
+        states, weight = self._find(parameter)
+        states[weight] = value
+        if weight is not parameter:
+            states[weight] = {}
+            self[parameter].update(value)
 
     def __delitem__(self, parameter: Any) -> None:
-        del self._find(parameter)[parameter]
+        states, weight = self._find(parameter)
+        del states[weight]
 
     def __contains__(self, parameter: Any) -> bool:
-        return parameter in self._find(parameter)
+        states, weight = self._find(parameter)
+        return weight in states
 
     def __iter__(self) -> Iterator[Any]:
-        yield from list(self._optimizer.state)
+        yield from map(self._shards.get, list(self._optimizer.state))
         yield from list(self._added)
 
     def __len__(self) -> int:
@@ -248,6 +263,7 @@ class OptimizerHandle:
                 f"optimizer: {describe_kind(optimizer)}: must be a torch.optim.Optimizer over the "
                 f"model's parameters"
             )
+        # of the class, because a scheduler puts a function of its own into the object
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         needs_closure = closure is not None and closure.default is closure.empty
         # SAM's two halves of a step
@@ -271,6 +287,7 @@ class OptimizerHandle:
         # the settings of each stage that differ, and the rates of which its own are shares
         self._of_stages: list[dict[str, Any]] = []
         self._first_rates = [
+            # a scheduler that was made before has changed `lr` and keeps the first one here
             float(group.get("initial_lr", group["lr"])) if "lr" in group else 0.0
             for group in optimizer.param_groups
         ]
@@ -290,9 +307,12 @@ class OptimizerHandle:
         # the method that switches the optimizer that steps to "eval" or "train"
         self.switch: weakref.WeakMethod[Callable[[str], None]] | None = None
         self.is_evaluating = False
+        # every update's learning rates are multiplied by it, whatever a scheduler has set
+        self.rate_factor = 1.0
         self._is_stepping = False
         # the optimizer's `step` that has been called so that schedulers have seen it
         self._counted_step: Callable[..., Any] | None = None
+        self._shards: Shards | None = None
         self._hook: Any = None
         self.claim()
 
@@ -310,6 +330,8 @@ class OptimizerHandle:
                 "optimizer"
             )
         self.require_unshared(self._model, self)
+        # weak on both sides: a pipeline that was dropped without `close` must not hold its
+        # optimizer
         self._in_use[self.optimizer] = weakref.ref(self)
         # registered on the caller's handle alone: the optimizer that steps has the caller's other
         # hooks
@@ -377,11 +399,25 @@ class OptimizerHandle:
             return self.heads_member
         return self._member_of.get(id(parameter))
 
+    def replace_parameters(self, new: Mapping[nn.Parameter, nn.Parameter], shards: Shards) -> None:
+        """Put sharded parameters, with their entries, in the caller's places in the groups."""
+        self._shards = shards
+        for group in self.optimizer.param_groups:
+            group["params"] = [new.get(p, p) for p in group["params"]]
+        state = self.optimizer.state
+        for whole, weight in new.items():
+            if weight is not whole and whole in state:
+                state[weight] = shards.shard_entries(state.pop(whole), weight)
+        self._member_of = {
+            id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]
+        }
+
     def copy_for(self, groups: Groups) -> torch.optim.Optimizer:
         """Return an optimizer like the caller's over other groups, each with a `member`, with the
         same hooks and state.
         """
         optimizer = self.optimizer
+        # not by the constructor, with whose arguments nobody knows the optimizer was made
         inner = object.__new__(type(optimizer))
         inner.__dict__.update(optimizer.__dict__)
         # a scheduler and this handle have put wrappers there, which call the caller's optimizer
@@ -394,7 +430,7 @@ class OptimizerHandle:
         inner.param_groups = [
             {**members[group["member"]], **self._list_own(group), **group} for group in groups
         ]
-        inner.state = SharedState(optimizer)  # type: ignore[assignment]
+        inner.state = SharedState(optimizer, self._shards)  # type: ignore[assignment]
         return inner
 
     def _copy_all_settings(self) -> list[dict[str, Any]]:
@@ -421,25 +457,19 @@ class OptimizerHandle:
         """Return a copy of settings of `export_settings`. Raise `BadInput` if they are another
         optimizer's, or do not fit it.
         """
-        source = "load_state_dict: settings"
+        source = "settings"
         if not isinstance(saved, Mapping) or not {"kind", "groups"} <= set(saved):
             raise BadInput(f"{source}: {show(saved)}: must have kind and groups")
         kind = type(self.optimizer).__name__
         groups = self.optimizer.param_groups
         if saved["kind"] != kind:
-            raise BadInput(
-                f"load_state_dict: state of {show(saved['kind'])}: this pipeline's optimizer is "
-                f"{kind}"
-            )
+            raise BadInput(f"state of {show(saved['kind'])}: this pipeline's optimizer is {kind}")
         is_list = isinstance(saved["groups"], (list, tuple))
         if not is_list or not all(isinstance(group, Mapping) for group in saved["groups"]):
             raise BadInput(f"{source}: groups: {show(saved['groups'])}: must be a list of groups")
         if len(saved["groups"]) != len(groups):
             count = len(saved["groups"])
-            raise BadInput(
-                f"load_state_dict: {count} parameter groups: this pipeline's optimizer has "
-                f"{len(groups)}"
-            )
+            raise BadInput(f"{count} parameter groups: this pipeline's optimizer has {len(groups)}")
         for number, (group, settings) in enumerate(zip(groups, saved["groups"])):
             place = f"{source}: groups: {number}"
             faults = [
@@ -612,7 +642,15 @@ class OptimizerHandle:
         oldest = min(self._settings)
         newest = max(self._settings)
         settings = self._settings[min(max(k, oldest), newest)][group["member"]]
-        return self._divide(settings, group) if self._by_stage else settings
+        settings = self._divide(settings, group) if self._by_stage else settings
+        return settings if self.rate_factor == 1.0 else self._scale(settings)
+
+    def _scale(self, settings: RecordedSettings) -> RecordedSettings:
+        """Return the settings with the learning rate multiplied by `rate_factor`."""
+        scaled = RecordedSettings()
+        scaled.update(settings, lr=float(settings["lr"]) * self.rate_factor)
+        scaled.changes = settings.changes
+        return scaled
 
     def _list_own(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings by stage of a group; those that heads were given go before them."""

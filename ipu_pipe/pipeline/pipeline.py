@@ -26,37 +26,39 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.interface import (
     CheckpointState,
     Engine,
     StepResult,
 )
-from ipu_pipe.backends.processes.agreement import compare_inputs, compare_settings, gather_objects
+from ipu_pipe.backends.processes.agreement import compare_inputs, compare_settings
 from ipu_pipe.backends.processes.lost_ranks import CallRecord, LostRank
-from ipu_pipe.backends.ranks import are_joined, run_on_main
+from ipu_pipe.backends.ranks import are_joined, gather_objects, run_on_main
 from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, Divergence, RunFault, say_in
+from ipu_pipe.errors import BadInput, Divergence, RunFault, locate_faults, say_in
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.overrides import Overrides
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import Job, Length
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.batch import count_samples, map_tensors
 from ipu_pipe.model.devices import get_kind, read_autocast
 from ipu_pipe.model.modes import describe_modes
-from ipu_pipe.model.precision import export_loss, write_weights
+from ipu_pipe.model.precision import export_loss
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import record_modes, restore_modes
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.pipeline.absent import AbsentWeights
 from ipu_pipe.pipeline.arguments import (
     DEADLINE,
+    count_replicas,
     make_backend_section,
     make_clip_section,
     require_current_gpu,
-    require_group_of_all,
+    require_group,
     require_iterable,
     require_kinds,
     require_metrics,
@@ -74,10 +76,9 @@ from ipu_pipe.pipeline.batches import (
     take_pairs,
     unwrap,
 )
-from ipu_pipe.pipeline.build import assemble, resolve, set_up
-from ipu_pipe.pipeline.device_check import require_device
+from ipu_pipe.pipeline.build import Rates, Resolved, assemble, resolve, set_up
+from ipu_pipe.pipeline.checks import require_device
 from ipu_pipe.pipeline.flow import Flow
-from ipu_pipe.pipeline.gradients import OwnGradients
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView, explain_closure
 from ipu_pipe.pipeline.seam import (
     NEVER,
@@ -89,14 +90,15 @@ from ipu_pipe.pipeline.seam import (
     get_treatment,
     sum_tensors,
 )
+from ipu_pipe.pipeline.sharding import PrepareStage
 from ipu_pipe.pipeline.state import (
     SavedState,
-    cast_entries,
     check_layout,
     check_loss,
     check_tensors,
     describe_state,
     hand_over,
+    is_joined,
     parse_state,
     select_averages,
     take_back,
@@ -108,11 +110,10 @@ from ipu_pipe.replay.work import require_finite
 from ipu_pipe.report.memory import build_memory_record
 from ipu_pipe.schedule.methods import DefaultAccumulate, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
-from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.store.checkpoint import load_weights
 from ipu_pipe.text import describe_kind
-from ipu_pipe.update.optimizer import copy_group, import_state
+from ipu_pipe.update.optimizer import copy_group
 
 PRECISIONS = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
 
@@ -178,7 +179,8 @@ class Pipeline:
     optimizer:  over the model's parameters, in any groups; parameters in no group are not changed.
                 It stays the handle for learning rates and other settings, which are copied at each
                 `step` for that batch's update, on every stage. The
-                pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual.
+                pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual, except
+                on xla and IPUs, which have it on their devices: `state_dict()` collects it.
     heads:      settings in which the auxiliary heads of a local method differ from the optimizer's
                 first group, such as {"lr": 0.1}; these stay as they are when a scheduler changes
                 the group.
@@ -227,8 +229,13 @@ class Pipeline:
     stages_per_device: for methods with virtual stages; by default the method's own number.
     reduction:  how processes average the gradients of replicas: "exact", the emulator's bits, or
                 "fast", beside the backward.
-    process_group: of torch.distributed, with all ranks in order, which is the default. Stages are
-    placed on the ranks.
+    process_group: of torch.distributed: the ranks that hold the stages, in the order of its ranks;
+                by default all. It may be a dimension of a DeviceMesh, beside others of your own.
+    data_group: the ranks that hold the same stages in other pipelines like this one. They are its
+                replicas: each takes its own batch, and gradients are averaged over them.
+    prepare_stage: `prepare_stage(stage, index)` shards the weights of a stage of this rank in place,
+                by FSDP2's `fully_shard` or `parallelize_module`, after the model was cut
+                (docs/mesh.md).
     deadline:   the seconds that a rank waits for another. A rank whose own code between two calls
                 takes longer ends the pipeline on all ranks, with a line that names the call which
                 it has not made.
@@ -277,6 +284,8 @@ class Pipeline:
         backend: str = "emulator",
         device: str | torch.device | None = None,
         process_group: Any = None,
+        data_group: Any = None,
+        prepare_stage: PrepareStage | None = None,
         deadline: float = DEADLINE,
         backend_args: Mapping[str, Any] | None = None,
         hardware: Any = None,
@@ -285,22 +294,25 @@ class Pipeline:
         example: tuple[Any, Any] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise BadInput(f"model: {type(model).__name__}: must be a torch.nn.Module")
+            raise BadInput(f"model: {describe_kind(model)}: must be a torch.nn.Module")
         require_values(model)
-        if loss is not None and not callable(loss):
+        # a class can be called, too, but with settings instead of outputs
+        if loss is not None and (not callable(loss) or isinstance(loss, type)):
             raise BadInput(
-                f"loss: {type(loss).__name__}: must be a function of outputs and labels, or None "
+                f"loss: {describe_kind(loss)}: must be a function of outputs and labels, or None "
                 f"for the model's own"
             )
         require_kinds(method_args, backend_args, warmup, example, deadline)
         self.model = model
         self._loss = loss
-        self._stage_count = _count_stages(model, stages)
+        self._stage_count = count_stages(model, stages)
         require_weights_for(model, stages)
+        # None stands for what is not given, as null in a config
         args = {key: value for key, value in (method_args or {}).items() if value is not None}
         if "warmup" in args:
             raise BadInput("method_args.warmup: use the argument warmup, a number of updates")
         if warmup:
+            # a loop has no epochs: `resolve` takes the number for updates
             args["warmup"] = {"epochs": warmup}
         keys: dict[str, Any] = {
             "method": method,
@@ -309,7 +321,7 @@ class Pipeline:
             "stages_per_device": stages_per_device,
             "precision": _find_precision(model) if precision is None else precision,
             "recompute": recompute,
-            "replicas": replicas,
+            "replicas": count_replicas(replicas, process_group, data_group),
             "reduction": reduction,
             "seed": seed,
             "backend": make_backend_section(model, backend, device, deadline, backend_args),
@@ -319,6 +331,7 @@ class Pipeline:
             "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
             "clip": make_clip_section(clip, method),
             "ema": None if ema is None else {"decay": ema},
+            # evaluating, saving and logging are the loop's own
             "evaluate": {"every": 0},
             "checkpoint": None,
             "metrics": [],
@@ -331,20 +344,19 @@ class Pipeline:
             # a missing GPU is named at the first step
             if not kind.is_cuda:
                 require_device(kind.name)
-            launch(self._config, asked)
-            require_group_of_all(process_group, self._config.backend)
+            self._column = self._join(process_group, data_group, asked)
             require_current_gpu(model, device)
-        self._warmup = warmup
         self._example = example
         self._loss_weight = loss_weight
+        self._prepare_stage = prepare_stage
         self._handle = OptimizerHandle(optimizer, model, heads, by_stage)
         # a pipeline that was never built may be dropped without `close`
         weakref.finalize(self, self._handle.release).atexit = False
         self._view = OptimizerView(optimizer)
+        # weak, so that an optimizer which outlives its pipeline does not keep it
         self._handle.switch = weakref.WeakMethod(self._switch_optimizer)
         self._job: Job | None = None
         self._flow: Flow | None = None
-        self._gradients = OwnGradients((), ())
         self._absent = AbsentWeights(model)
         self._seam: Seam | None = None
         # updates that left in a drain that `evaluate` and the like have made
@@ -353,13 +365,26 @@ class Pipeline:
         self._sums: dict[int, list[torch.Tensor]] = {}
         self._callbacks: list[Callable[[UpdateNumber, int, list[nn.Parameter]], None]] = []
         self._is_broken = self._is_closed = False
-        self._turns = Turns()
+        self._turns = Turns(self._column)
         self._loaded: SavedState | None = None
         # the modules' modes in training, from the first step on
         self._modes: dict[nn.Module, bool] = {}
         # of the events that this process records, until they are written
         self._events_folder: tempfile.TemporaryDirectory[str] | None = None
         self._calls = CallRecord(is_shared=self._config.backend.facts.uses_processes)
+
+    def _join(
+        self, process_group: Any, data_group: Any, asked: Mapping[str, Any]
+    ) -> world.Column | None:
+        """Meet the other ranks, and return this pipeline's column of them."""
+        for argument, group in (("process_group", process_group), ("data_group", data_group)):
+            require_group(argument, group, self._config.backend)
+        column = world.make_column(process_group, data_group)
+        with world.enter(column):
+            # with what was asked for, since ranks must agree on it, too, and the config does not
+            # have all of it
+            launch(self._config, asked)
+        return column
 
     # ---- the loop
 
@@ -395,9 +420,12 @@ class Pipeline:
             raise RuntimeError(
                 "step: the optimizer is in evaluation mode: call optimizer.train() first"
             )
+        # first, because it may build the pipeline anew
         self._settle()
+        # before anything runs: a batch that does not divide breaks nothing
         batch = self._divide(x, y, microbatches)
         self._handle.count_as_stepped()
+        # of the batch as it came, which has fewer tensors than its microbatches
         sums = sum_floats(batch if microbatches is not None else (x, y))
         with self._break_on_error("step"):
             job, flow = self._build(batch[0])
@@ -407,11 +435,11 @@ class Pipeline:
             size = len(batch) // self.updates_per_call
             for i in range(self.updates_per_call):
                 k = flow.given + i
+                # the settings of now are those of this batch, however late its update is made
                 self._handle.record(k)
                 self._sums[k] = sums
                 self._data.give(self._number(batch[i * size : (i + 1) * size], k))
-            # the first step has made the lender
-            with self._gradients.lend():
+            with flow.lend_gradients():
                 for _ in range(self.updates_per_call):
                     flow.give()
                 return self._report(job, flow.take())
@@ -493,19 +521,32 @@ class Pipeline:
         """The replica of this process, as `rank` of a DistributedSampler; 0 on the emulator, which
         has all.
         """
-        return 0 if not are_joined() else _get_rank() // (_get_world() // self.replicas)
+        return 0 if not are_joined() else self._find_place()[0]
 
     @property
     def rank_in_pipeline(self) -> int:
         """The device of this process within its replica; 0 on the emulator."""
-        return 0 if not are_joined() else _get_rank() % (_get_world() // self.replicas)
+        return 0 if not are_joined() else self._find_place()[1]
+
+    def _find_place(self) -> tuple[int, int]:
+        """Return the replica and the device of this rank."""
+        with world.enter(self._column):
+            # ranks are numbered replica by replica
+            replica, device = divmod(world.get_rank(), world.count_devices(self.replicas))
+            return (replica if world.get_data_group() is None else world.get_replica()), device
 
     @property
     def takes_inputs(self) -> bool:
         """Whether this process needs the inputs of a batch. Before the first step known for one
         process only.
         """
-        return self._hold_stage(lambda job, stages: 0 in stages)
+
+        def needs_inputs(job: Job, stages: Sequence[int]) -> bool:
+            blocks = get_blocks(job.model)
+            # a block that trains a duplicate of the first stage begins with the data, too
+            return min(stages) <= (0 if blocks is None else blocks.overlap)
+
+        return self._hold_stage(needs_inputs)
 
     @property
     def takes_labels(self) -> bool:
@@ -516,12 +557,14 @@ class Pipeline:
         def needs_labels(job: Job, stages: Sequence[int]) -> bool:
             blocks = get_blocks(job.model)
             last = len(job.partition) - 1
+            # the loss of a block's head takes the labels, too
             heads = [] if blocks is None else [s for s in stages if blocks.get_head(s) is not None]
             return last in stages or bool(heads)
 
         return self._hold_stage(needs_labels)
 
     def _hold_stage(self, test: Callable[[Job, Sequence[int]], bool]) -> bool:
+        # one process has all stages; of several, none knows its own before the first step
         if self._job is None or not are_joined():
             return True
         here = [
@@ -597,15 +640,34 @@ class Pipeline:
         the same change, with `everywhere=True`. Raise `RuntimeError` where a change is not taken
         over.
         """
+        # not by `take_turn`: a function that yields returns before the body of the caller's `with`
+        # has run
         with self._turns.take("whole_model"):
             job, engine = self._pause("whole_model")
             with self._break_on_error("whole_model", only_reads=True):
-                with engine.hold_whole_model(everywhere), job.precision.put_masters_in_place(
-                    loads=True
-                ), restore_modes(self.model):
-                    before = sum_tensors(self.model)
-                    yield self.model if everywhere or engine.is_main else None
-                    has_changed = sum_tensors(self.model) != before
+                with engine.hold_whole_model(
+                    everywhere
+                ) as copied, job.precision.put_masters_in_place(loads=True), restore_modes(
+                    self.model
+                ):
+                    # ranks of sharded weights have no other whole model than the copy
+                    is_copy = job.precision.is_sharded
+                    whole = (copied or nn.Module()) if is_copy else self.model
+                    # by sums, because a write through .data leaves no other trace
+                    before = sum_tensors(whole)
+                    if self._seam is not None:
+                        # the newest values are no changes of the caller's
+                        self._seam.note_other_call()
+                    yield whole if everywhere or engine.is_main else None
+                    if self._seam is not None and engine.leaves_weights_stale:
+                        self._seam.keep_changes(("value", "loss"))
+                    has_changed = sum_tensors(whole) != before
+                # out of the context above, because a refusal breaks nothing
+                if has_changed and is_copy:
+                    raise RuntimeError(
+                        "whole_model: weights or buffers were changed in a copy of the sharded "
+                        "ones: use pipe.load_state_dict()"
+                    )
                 if has_changed:
                     self._take_tensors(everywhere)
 
@@ -688,8 +750,9 @@ class Pipeline:
         if are_joined() and is_part != sharded:
             form = "a part" if is_part else "a whole state"
             raise RunFault(f"state_dict: {form} was loaded: make a step first, or ask for that")
-        if are_joined() and not is_part and _get_rank():
+        if are_joined() and not is_part and world.get_rank():
             return {}
+        # the weights of a part are loaded with the first step
         model = {} if is_part else self.model.state_dict()
         saved = take_back(saved, self.model, self._handle.optimizer)
         weights = {**model, **saved.model}
@@ -726,9 +789,10 @@ class Pipeline:
         passes the whole state.
 
         Instead every rank may pass its own part (`state_dict(sharded=True)`), with the same ranks
-        and stages. The optimizer's groups get the settings that they had, as in its own
-        `load_state_dict`: load a scheduler's state too. Updates in flight are finished first, and
-        their results dropped. Before the first step `evaluate` needs the pipeline's `example`.
+        and stages, or all parts in one, as `torch.distributed.checkpoint` joins them. The
+        optimizer's groups get the settings that they had, as in its own `load_state_dict`: load a
+        scheduler's state too. Updates in flight are finished first, and their results dropped.
+        Before the first step `evaluate` needs the pipeline's `example`.
 
         Raise `BadInput` for a state that does not fit, before anything has changed. The state is
         copied. Weights that are written after it, before the first step, are trained on; those of a
@@ -737,7 +801,9 @@ class Pipeline:
         self._require_usable("load_state_dict")
         if self._flow is not None and not self._flow.is_empty:
             self._require_drainable("load_state_dict")
-        saved = self._parse_state(state)
+        with locate_faults("load_state_dict"):
+            # before the drain, so that a state that is refused has changed nothing
+            saved = self._parse_state(state)
         self._drain("load_state_dict")
         self._pending = []
         if saved.settings is not None:
@@ -748,6 +814,7 @@ class Pipeline:
                 self._load(self._require_job(), self._flow)
         # the stages of this rank, which a part must fit, are known with the first step
         elif saved.layout is None:
+            # heads are made with the first step
             weights = {n: value for n, value in saved.model.items() if not n.startswith(HEADS)}
             load_weights(self.model, weights, "load_state_dict")
             self._load_loss(saved)
@@ -759,21 +826,28 @@ class Pipeline:
         """
         handle = self._handle
         facts = self._config.backend.facts
-        saved = parse_state(state, self._config.method, handle, facts.loads_poptorch_state)
-        check_loss(saved.loss, self._loss)
         job = self._job
         is_elementwise = not handle.may_write_settings
         # weights that are elsewhere still have their shapes
         self._absent.show()
         try:
+            saved = parse_state(state, self._config.method, handle, facts.loads_poptorch_state)
+            if is_joined(saved, self.model.state_dict().keys()):
+                saved = saved._replace(layout=None)
+            check_loss(saved.loss, self._loss)
             if job is None:
+                # with all names of a tied weight, since it is not known here which one the stages
+                # will use
                 names = dict(self.model.named_parameters(remove_duplicate=False))
                 check_tensors(saved, self.model, names, is_elementwise)
             else:
                 if saved.layout is not None:
                     here = self._describe_layout(job) if are_joined() else None
                     check_layout(saved.layout, here)
-                check_tensors(saved, job.model, job.get_trained(), is_elementwise)
+                # a state has whole tensors, also of weights of which there are shards here
+                named = dict(job.model.named_parameters())
+                trained = named if job.precision.is_sharded else job.get_trained()
+                check_tensors(saved, job.model, trained, is_elementwise)
         finally:
             self._absent.hide()
         return saved
@@ -893,6 +967,7 @@ class Pipeline:
         moment.
         """
         if not self._is_closed:
+            # so that the engine is aborted, and waits for nobody
             self._is_broken = True
             self._end()
 
@@ -905,6 +980,7 @@ class Pipeline:
                 self._flow.engine.abort()
         self._absent.end()
         if self._job is not None:
+            # the caller goes on with a model in the dtype in which it was trained
             self._job.precision.give_back(keep=True)
         self._handle.release()
 
@@ -958,6 +1034,7 @@ class Pipeline:
             model=self.model,
             data=self._data,
             loss=self._loss,
+            # a function of groups: the caller's own optimizer never steps
             optimizer=self._handle.copy_for,
             loss_weight=self._loss_weight,
         )
@@ -975,6 +1052,8 @@ class Pipeline:
             self._handle.claim()
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
+            # building seeds the generators and runs the model; the loop's own draws must not change
+            # by it
             with restore_random_states():
                 compare_inputs(x)
                 # later ones are compared with each result
@@ -982,8 +1061,11 @@ class Pipeline:
                     compare_settings(self._handle.describe_settings())
                 setup = set_up(objects.describe_in(config), **objects._asdict())
                 undo.callback(setup.precision.give_back)
-                resolved = resolve(setup, objects, handle=self._handle)
-                job = assemble(resolved, objects, handle=self._handle)
+                resolved = resolve(setup, objects, Length(), self._handle, self._prepare_stage)
+                job = assemble(resolved, Length(), self._make_rates(resolved))
+                # randomized methods count a stage's own updates, not the batches of the settings
+                if job.method.history is None:
+                    job.compared = self._handle.compared
                 job.rules.after_update = self._call_back
                 if job.traced_updates:
                     self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
@@ -994,9 +1076,8 @@ class Pipeline:
         self._flow = flow
         if self._handle.may_write_settings:
             job.rules.after_step = self._handle.write_back
-        stepped = [p for group in job.optimizer.param_groups for p in group["params"]]
-        self._gradients = OwnGradients(job.model.parameters(), stepped)
         for line in describe_modes(self.model, job.came_evaluating):
+            # 4: the caller's line, past `step` and its wrapper `take_turn`
             warnings.warn(line, stacklevel=4)
         self._modes = {module: module.training for module in self.model.modules()}
         self._stage_count = len(job.partition)
@@ -1005,8 +1086,17 @@ class Pipeline:
             self._absent.arm(hides_memory=flow.engine.leaves_weights_stale)
         if self._loaded is not None:
             self._load(job, flow)
+        # last, because building has moved weights and modes itself
         self._seam = Seam(backend, Objects(self.model, self._handle.optimizer, self._loss))
         return job, flow
+
+    def _make_rates(self, resolved: Resolved) -> Rates:
+        """Return the rates of an optimizer whose groups have the settings of the caller's at each
+        step.
+        """
+        first_group = resolved.full_optimizer.param_groups[0]
+        settings = self._handle.get_settings
+        return Rates(0.0, lambda k: float(settings(k, first_group)["lr"]), None, settings)
 
     def _describe_layout(self, job: Job) -> dict[str, Any]:
         """Return the place of this rank and of all stages, by which its part of a state is
@@ -1014,8 +1104,8 @@ class Pipeline:
         """
         stages = list(job.partition.begin_names())
         return {
-            "rank": _get_rank(),
-            "ranks": _get_world(),
+            "rank": world.get_rank(),
+            "ranks": world.get_world_size(),
             "stages": stages,
             "placement": list(job.placement),
         }
@@ -1026,30 +1116,14 @@ class Pipeline:
         self._loaded = None
         assert saved is not None
         if saved.layout is not None:
-            check_layout(saved.layout, self._describe_layout(job) if are_joined() else None)
-
-        def load() -> None:
-            with job.precision.put_masters_in_place(loads=True):
-                # what other ranks have is of no use here, and what was loaded before is there
-                weights = {**job.model.state_dict(), **saved.model}
-                load_weights(job.model, weights, "load_state_dict")
-
-        flow.engine.load_weights(load)
+            here = self._describe_layout(job) if are_joined() else None
+            with locate_faults("load_state_dict"):
+                check_layout(saved.layout, here)
+        flow.load(saved)
         self._load_loss(saved)
-        trained = job.get_trained()
-        names = {parameter: name for name, parameter in trained.items()}
-        # copies, because an optimizer changes its state in place
-        tensors = {name: value.clone() for name, value in saved.optimizer.items()}
-        if not self._handle.may_write_settings:
-            # as torch's own `load_state_dict` does
-            tensors = cast_entries(tensors, trained)
-        import_state(job.optimizer, names, tensors, copy.deepcopy(saved.plain))
-        job.rules.forget_compensated()
         self._handle.forget()
         self._data.forget()
-        self._gradients.forget()
         self._sums.clear()
-        flow.restart(saved.updates, list(saved.drains))
 
     # ---- inside: batches
 
@@ -1082,6 +1156,7 @@ class Pipeline:
         """
         engine = self._require_flow().engine
         is_read_at_once = engine.makes_updates_at_once or engine.is_empty_after_calls
+        # a method that flushes ends all passes of a batch within its step
         return not (is_read_at_once or job.method.flushes)
 
     def _require_size(self, batch: list[Microbatch]) -> None:
@@ -1140,10 +1215,12 @@ class Pipeline:
         """Return the microbatches of batch k that this process reads, by the number under which it
         reads them.
         """
+        # stages in the middle read no data
         if not (self.takes_inputs or self.takes_labels):
             return {}
         job = self._require_job()
         first = k * len(batch)
+        # replicas take turns in the numbers of microbatches, as they do in a data set
         if self._config.backend.facts.uses_processes and self.replicas > 1:
             return {
                 (first + i) * self.replicas + self.replica: part for i, part in enumerate(batch)
@@ -1161,10 +1238,21 @@ class Pipeline:
         backend = self._config.backend.name
         must_rebuild = False
         for change in [] if self._seam is None else self._seam.list_changes():
+            if change.where in self._require_flow().engine.stale_values:
+                # it was written over an old value
+                change = change._replace(kind="buffer")
             treatment = get_treatment(backend, change.kind)
             if self.in_flight or treatment == NEVER:
                 raise RuntimeError(explain_refusal("step", backend, change, self.in_flight))
-            must_rebuild |= treatment == REBUILT and not self._runs_whole(change)
+            if treatment == REBUILT and not self._runs_whole(change):
+                if self._require_job().precision.is_sharded:
+                    raise RuntimeError(
+                        f"step: {change.where}: was changed after the last call, and stages that "
+                        f"prepare_stage has sharded are not cut again: set it back, or change it "
+                        f"before the first step"
+                    )
+                must_rebuild = True
+        # after the loop, because a later change may be refused
         if must_rebuild:
             self._rebuild()
 
@@ -1210,6 +1298,7 @@ class Pipeline:
             assert saved is not None
             # the ranks of other stages have an old one
             self._load_loss(saved)
+            # without `disconnect`: the processes stay joined for the next engine
             engine.close()
             job.precision.give_back(keep=True)
         self._absent.end()
@@ -1235,18 +1324,22 @@ class Pipeline:
         job = self._job
         inner = self._handle.optimizer if job is None else job.optimizer
         call = f"optimizer.{mode}()"
+        # of the class, since the caller's object has the handle's function in its place
         switch = getattr(type(inner), mode)
         if job is None or self._is_closed:
             switch(inner)
             return
         self._require_usable(call)
-        self._drain(call)
+        with world.enter(self._column):
+            self._drain(call)
         with self._break_on_error(call):
             before = [copy_group(group) for group in inner.param_groups]
             switch(inner)
+            # schedule-free optimizers keep their mode in the groups
             for group, settings in zip(inner.param_groups, before):
                 self._handle.write_back(group, settings)
-            write_weights(job.rules.weight_master_pairs)
+            if job.rules.masters is not None:
+                job.rules.masters.write_weights(job.rules.weight_master_pairs)
 
     # ---- inside: results
 
@@ -1285,7 +1378,7 @@ class Pipeline:
         # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has
         # backwards to run
         with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
-            with self._set_modes_of_steps(), self._gradients.lend():
+            with self._set_modes_of_steps():
                 self._pending = self._report(job, flow.drain())
 
     def _require_drainable(self, call: str) -> None:
@@ -1311,7 +1404,7 @@ class Pipeline:
         """Run the pipeline empty within a round, which does not end. Return the updates."""
         assert self._job is not None and self._flow is not None
         warnings.warn(f"close: {self._find_undrainable()}: closes without that step", stacklevel=5)
-        with self._break_on_error("close"), self._set_modes_of_steps(), self._gradients.lend():
+        with self._break_on_error("close"), self._set_modes_of_steps():
             return self._report(self._job, self._flow.finish())
 
     def _plan_job(self, call: str, exactly: bool = False) -> Job:
@@ -1322,10 +1415,7 @@ class Pipeline:
         N = job.schedule.accumulate
         P = len(job.partition)
         updates = self.updates if exactly else max(self.updates, -(-3 * P // N) + 1)
-        drains = [k * N for k in self._require_flow().drains]
-        schedule = make_schedule(job.method, P, updates * N, N, drains, self._warmup * N)
-        table = VersionTable(schedule, job.method, self._config.seed)
-        return replace(job, schedule=schedule, table=table, updates=updates)
+        return job.close(updates, self._require_flow().drains)
 
     def _find_undrainable(self) -> str | None:
         """Return why the method cannot drain now, and when it can; None if it can."""
@@ -1413,6 +1503,7 @@ class Pipeline:
                 error, (BadInput, Divergence, KeyboardInterrupt, SystemExit)
             ):
                 self._flow.engine.leave()
+            # SAM, for one, asserts that its step gets a closure
             if isinstance(error, AssertionError) and "closure" in str(error):
                 raise BadInput(explain_closure(self._handle.optimizer)) from error
             if isinstance(error, RunFault) and isinstance(error.__cause__, LostRank):
@@ -1437,7 +1528,7 @@ def _format_number(value: float | None) -> str:
     return "None" if value is None else f"{value:.6g}"
 
 
-def _count_stages(model: nn.Module, stages: Any) -> int | None:
+def count_stages(model: nn.Module, stages: Any) -> int | None:
     """Return the number of stages if the arguments tell it, else None."""
     if stages is None:
         marked = [m for m in model.modules() if getattr(m, "begins_stage", False)]
@@ -1486,6 +1577,7 @@ def _choose_microbatches(name: str, args: Mapping[str, Any], stage_count: int | 
     not known yet.
     """
     method = resolve_method(name, args)
+    # each of their microbatches is an update
     if method.rounds is not None or method.history is not None:
         return 1
     if not method.flushes and method.default_accumulate is DefaultAccumulate.ONE:
@@ -1521,11 +1613,3 @@ def _require_no_autocast(call: str) -> None:
         raise RuntimeError(
             f'{call}: called under autocast: use Pipeline(..., precision="bfloat16_mixed") instead'
         )
-
-
-def _get_rank() -> int:
-    return torch.distributed.get_rank()
-
-
-def _get_world() -> int:
-    return torch.distributed.get_world_size()

@@ -12,24 +12,16 @@ view). So weights that are elsewhere have no memory here: torch refuses to write
 
 from __future__ import annotations
 
-import functools
 import itertools
-from typing import Any, Callable, Collection, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Collection, List, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import nn
 
-# what torch keeps in a module itself: the caller's attributes are the rest
-OF_TORCH = frozenset(vars(nn.Module()))
+from ipu_pipe.model.values import DEPTH, LONGEST, OF_TORCH, Place, list_values_of, name_place
+
 HOOKS = tuple(name for name in sorted(OF_TORCH) if name.endswith("_hooks"))
 HOOKS_OF_OPTIMIZER = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# containers of the caller's with more elements are not looked into
-LONGEST = 100
-# levels of lists, tuples and dictionaries that are looked into
-DEPTH = 2
-
-# (module, attribute), such as ("0", "weight")
-Place = Tuple[str, str]
 # numbers and strings that are equal only if they are the same, and cheap to compare
 PLAIN = frozenset((int, bool, str, type(None)))
 # an attribute that was removed
@@ -171,7 +163,7 @@ def _look_at_optimizer(objects: Objects) -> Picture:
     state = objects.optimizer.state
     names: dict[Any, str] = {}
     if state:
-        names = {p: _name(place) for place, p in objects.parameters.items()}
+        names = {p: name_place(place) for place, p in objects.parameters.items()}
     picture: dict[Place, Any] = {
         ("optimizer.state", names.get(p, "a parameter")): _describe(values)
         for p, values in state.items()
@@ -182,43 +174,8 @@ def _look_at_optimizer(objects: Objects) -> Picture:
 
 
 def _look_at_loss(objects: Objects) -> Picture:
-    picture = {("loss", name): _describe(value) for name, value in _list_values_of(objects.loss)}
+    picture = {("loss", name): _describe(value) for name, value, _ in list_values_of(objects.loss)}
     return Picture(picture, (list(picture.values()),))
-
-
-def _list_values_of(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a loss reads by name: attributes, what it closes over, arguments that are bound,
-    and globals.
-    """
-    if isinstance(function, functools.partial):
-        yield from enumerate_names("argument", function.args)
-        yield from function.keywords.items()
-        yield from _list_values_of(function.func)
-        return
-    if isinstance(function, nn.Module):
-        for name, module in function.named_modules():
-            for key, value in module.__dict__.items():
-                if key not in OF_TORCH or key == "training":
-                    yield _name((name, key)), value
-        yield from function.named_parameters()
-        yield from function.named_buffers()
-        return
-    owner = getattr(function, "__self__", None)
-    if owner is not None and not isinstance(owner, nn.Module):
-        yield from getattr(owner, "__dict__", {}).items()
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-        try:
-            yield name, cell.cell_contents
-        # a variable that is not set yet
-        except ValueError:
-            continue
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
 
 
 def sum_tensors(model: nn.Module) -> dict[str, str]:
@@ -228,12 +185,6 @@ def sum_tensors(model: nn.Module) -> dict[str, str]:
         doubles = {name: t.detach().double() for name, t in tensors.items() if not t.is_complex()}
         # repr, because not a number is unequal to itself
         return {name: repr((t.sum().item(), t.abs().sum().item())) for name, t in doubles.items()}
-
-
-def enumerate_names(name: str, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield values with numbered names."""
-    for i, value in enumerate(values):
-        yield f"{name} {i}", value
 
 
 def _describe(value: Any, depth: int = DEPTH) -> Any:
@@ -284,12 +235,6 @@ def _list_changed(before: Picture, now: Picture) -> list[Place]:
     are = dict(zip(now.places, zip(*now.values)))
     places = [*were, *(place for place in are if place not in were)]
     return [place for place in places if were.get(place) != are.get(place)]
-
-
-def _name(where: tuple[str, str]) -> str:
-    """Return a place as a caller writes it."""
-    module, attribute = where
-    return f"{module or 'model'}.{attribute}"
 
 
 class Look(NamedTuple):
@@ -368,6 +313,11 @@ class Seam:
         """Keep the caller's changes for the next step: another call begins."""
         self._waiting = [c for c in self.list_changes() if c.kind in self._moving]
 
+    def keep_changes(self, kinds: Collection[str]) -> None:
+        """Keep the caller's changes of these kinds for the next step, made inside another call."""
+        changes = self.list_changes()[len(self._waiting) :]
+        self._waiting += [change for change in changes if change.kind in kinds]
+
     def note_other_call(self) -> None:
         """Take the pictures of what another call may have changed itself."""
         self._note(self._moving)
@@ -378,7 +328,7 @@ class Seam:
         self._objects.refresh()
         for kind, before in self._pictures.items():
             now = LOOKS[kind].look(self._objects)
-            changes += [Change(kind, _name(place)) for place in _list_changed(before, now)]
+            changes += [Change(kind, name_place(place)) for place in _list_changed(before, now)]
         return changes
 
 

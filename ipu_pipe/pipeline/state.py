@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from typing import Any, Iterable, Iterator, Mapping, NamedTuple
+from typing import AbstractSet, Any, Iterable, Iterator, Mapping, NamedTuple
 
 import torch
 from torch import nn
@@ -42,7 +42,6 @@ KEYS = {
         "contents",
     ),
 }
-SOURCE = "load_state_dict"
 # no loop makes more updates; their microbatches are counted in 64 bits
 MOST_UPDATES = 1 << 40
 
@@ -88,6 +87,7 @@ def describe_state(
         "updates": updates,
         "drains": list(drains),
     }
+    # by which it is noticed, when the state is loaded, that something was taken out of it
     return {**described, "contents": sorted(_list_paths(described))}
 
 
@@ -117,22 +117,17 @@ def parse_state(
     optimizer = _copy_tensors(state, "optimizer")
     plain = _require_mapping(state, "plain")
     if state["method"] != method:
-        raise BadInput(
-            f"{SOURCE}: state of method {show(state['method'])}: this pipeline has {method}"
-        )
+        raise BadInput(f"state of method {show(state['method'])}: this pipeline has {method}")
     if any(f"/{POPTORCH_PREFIX}:" in key for key in optimizer) and not loads_poptorch_state:
-        raise BadInput(
-            f'{SOURCE}: the optimizer state is PopTorch\'s: only backend="poptorch" can load it'
-        )
+        raise BadInput('the optimizer state is PopTorch\'s: only backend="poptorch" can load it')
     updates = _require_count("updates", state["updates"])
     drains = state["drains"]
     if not isinstance(drains, (list, tuple)):
-        raise BadInput(f"{SOURCE}: drains: {show(drains)}: must be a list of updates")
+        raise BadInput(f"drains: {show(drains)}: must be a list of updates")
     drains = [_require_count("drains", k) for k in drains]
+    # a state is taken where the pipeline has drained; only before the first update it has not
     if drains != sorted(set(drains)) or drains[-1:] != [updates][: len(drains) or updates]:
-        raise BadInput(
-            f"{SOURCE}: drains: {drains}: must grow, and end with the updates, {updates}"
-        )
+        raise BadInput(f"drains: {drains}: must grow, and end with the updates, {updates}")
     # states of earlier versions have no settings
     settings = state.get("settings")
     if "settings" in state:
@@ -154,18 +149,18 @@ def parse_state(
 def _require_keys(state: Any) -> Mapping[str, Any]:
     if not isinstance(state, Mapping) or "format" not in state:
         raise BadInput(
-            f"{SOURCE}: lacks format: must be a result of Pipeline.state_dict on rank 0, or with "
-            f"sharded=True"
+            "lacks format: must be a result of Pipeline.state_dict on rank 0, or with sharded=True"
         )
     number = state["format"]
+    # not by `in` alone, for which True is 1
     if type(number) is not int or number not in KEYS:
-        raise BadInput(
-            f"{SOURCE}: format {show(number)}: this version reads {', '.join(map(str, KEYS))}"
-        )
+        raise BadInput(f"format {show(number)}: this version reads {', '.join(map(str, KEYS))}")
+    # torch.distributed.checkpoint, which joins parts, drops mappings that are empty
+    state = {**({"plain": {}, "loss": {}} if "layout" in state else {}), **state}
     missing = [key for key in KEYS[number] if key not in state]
     if missing:
         raise BadInput(
-            f"{SOURCE}: lacks {', '.join(missing)}: must be a result of Pipeline.state_dict on "
+            f"lacks {', '.join(missing)}: must be a result of Pipeline.state_dict on "
             f"rank 0, or with sharded=True"
         )
     return state
@@ -178,7 +173,7 @@ def _require_contents(state: Mapping[str, Any]) -> None:
     contents = state["contents"]
     is_list = isinstance(contents, (list, tuple)) and all(isinstance(c, str) for c in contents)
     if not is_list or "format" not in contents:
-        raise BadInput(f"{SOURCE}: contents: must be the list of names that state_dict has made")
+        raise BadInput("contents: must be the list of names that state_dict has made")
     present = set(_list_paths(state))
     # a container that something else has replaced is named by the check of its type
     leaves = {path for path in present if path not in contents}
@@ -191,15 +186,13 @@ def _require_contents(state: Mapping[str, Any]) -> None:
         and not any(path.startswith(f"{leaf}/") for leaf in leaves)
     ]
     if missing:
-        raise BadInput(
-            f"{SOURCE}: lacks {list_some(missing)}: must be the whole state that was saved"
-        )
+        raise BadInput(f"lacks {list_some(missing)}: must be the whole state that was saved")
 
 
 def _require_mapping(state: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = state[key]
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise BadInput(f"{SOURCE}: {key}: {type(value).__name__}: must map names to values")
+        raise BadInput(f"{key}: {type(value).__name__}: must map names to values")
     return value
 
 
@@ -208,15 +201,15 @@ def _copy_tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]
     tensors = _require_mapping(state, key)
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
-            raise BadInput(f"{SOURCE}: {key}: {name}: {show(value)}: must be a tensor")
+            raise BadInput(f"{key}: {name}: {show(value)}: must be a tensor")
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
-            raise BadInput(f"{SOURCE}: {key}: {name}: must be a dense tensor with values")
+            raise BadInput(f"{key}: {name}: must be a dense tensor with values")
     return {name: value.detach().clone() for name, value in tensors.items()}
 
 
 def _require_count(key: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MOST_UPDATES:
-        raise BadInput(f"{SOURCE}: {key}: {show(value)}: must be a whole number of updates")
+        raise BadInput(f"{key}: {show(value)}: must be a whole number of updates")
     return value
 
 
@@ -254,8 +247,7 @@ def check_tensors(
     for name, value in saved.model.items():
         if name in state and _get_kind(value) != _get_kind(state[name]):
             raise BadInput(
-                f"{SOURCE}: model: {name}: is {_name(value.dtype)}, the model has "
-                f"{_name(state[name].dtype)}"
+                f"model: {name}: is {_name(value.dtype)}, the model has {_name(state[name].dtype)}"
             )
     present = [(name, value) for name, value in saved.model.items() if name in state]
     _require_one_dtype(
@@ -276,8 +268,8 @@ def check_tensors(
         state, saved.model, "load it into a pipeline over a model with these names"
     )
     if wrapper:
-        raise BadInput(f"{SOURCE}: model: {wrapper}")
-    check_weights(model, saved.model if saved.layout is None else {**state, **saved.model}, SOURCE)
+        raise BadInput(f"model: {wrapper}")
+    check_weights(model, saved.model if saved.layout is None else {**state, **saved.model}, "model")
     _check_optimizer(saved, parameters, is_elementwise)
 
 
@@ -287,13 +279,14 @@ def _check_optimizer(
     entries = []
     for key, value in [*saved.optimizer.items(), *saved.plain.items()]:
         name, _, entry = key.rpartition("/")
-        place = f"{SOURCE}: optimizer: {key}"
+        place = f"optimizer: {key}"
         parameter = parameters.get(name)
         if parameter is None:
             # heads are made with the first step
             if name.startswith(HEADS):
                 continue
             raise BadInput(f"{place}: the model has no parameter of that name")
+        # such entries have shapes of their own, which nobody knows here
         if entry.startswith(f"{POPTORCH_PREFIX}:") or not is_elementwise:
             continue
         # entries of replicas and of the outer optimizer have a prefix
@@ -302,6 +295,7 @@ def _check_optimizer(
             _require_number(place, value)
             if isinstance(value, torch.Tensor):
                 entries.append((key, entry, value))
+        # an entry may be None, as SGD's momentum_buffer was without momentum in earlier torch
         elif value is not None:
             if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                 raise BadInput(
@@ -331,9 +325,7 @@ def _require_one_dtype(where: str, entries: Iterable[tuple[str, str, torch.Tenso
     for name, group, value in entries:
         other, dtype = first.setdefault(group, (name, value.dtype))
         if value.dtype != dtype:
-            raise BadInput(
-                f"{SOURCE}: {where}: {name}: is {_name(value.dtype)}, {other} is {_name(dtype)}"
-            )
+            raise BadInput(f"{where}: {name}: is {_name(value.dtype)}, {other} is {_name(dtype)}")
 
 
 def check_loss(saved: Mapping[str, Any], loss: Any) -> None:
@@ -341,22 +333,34 @@ def check_loss(saved: Mapping[str, Any], loss: Any) -> None:
     state = loss.state_dict() if isinstance(loss, nn.Module) else {}
     for name, value in saved.items():
         if name not in state:
-            raise BadInput(f"{SOURCE}: loss: {name}: this pipeline's loss has no such state")
+            raise BadInput(f"loss: {name}: this pipeline's loss has no such state")
         if _describe(value) != _describe(state[name]):
             raise BadInput(
-                f"{SOURCE}: loss: {name}: is {_describe(value)}, the loss has "
-                f"{_describe(state[name])}"
+                f"loss: {name}: is {_describe(value)}, the loss has {_describe(state[name])}"
             )
     missing = [name for name in state if name not in saved]
+    # a state of the first format has nothing of the loss
     if saved and missing:
-        raise BadInput(f"{SOURCE}: loss: lacks {list_some(missing)}")
+        raise BadInput(f"loss: lacks {list_some(missing)}")
+
+
+def is_joined(saved: SavedState, names: AbstractSet[str]) -> bool:
+    """Return whether a state with a rank's layout has the parts of all ranks, which
+    torch.distributed.checkpoint joins; `names`: of the model's weights and buffers.
+    """
+    if saved.layout is None or not names <= saved.model.keys():
+        return False
+    # where all stages are on one device, a part of a replica has all names by itself
+    places = saved.layout.get("placement")
+    return not (isinstance(places, list) and places and places == places[:1] * len(places))
 
 
 def check_layout(saved: Any, here: Mapping[str, Any] | None) -> None:
     """Raise `BadInput` if a part of a state is another rank's, or of other stages."""
+    # as JSON, which writes alike the tuples and lists that a way through files may exchange
     if json.dumps(saved, default=str) != json.dumps(here, default=str):
         why = "a part fits its own rank with the same ranks and stages: load that, or a whole state"
-        raise BadInput(f"{SOURCE}: layout {saved}: this rank has {here}: {why}")
+        raise BadInput(f"layout {saved}: this rank has {here}: {why}")
 
 
 def _get_kind(value: torch.Tensor) -> str:

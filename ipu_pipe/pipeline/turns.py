@@ -13,6 +13,7 @@ import functools
 import threading
 from typing import Any, Callable, Iterator, TypeVar, cast
 
+from ipu_pipe.backends import world
 from ipu_pipe.errors import say_in
 from ipu_pipe.refusals import Language
 
@@ -23,9 +24,12 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class Turns:
-    """The call that is under way, of whichever thread."""
+    """The call that is under way, of whichever thread; inside it ranks count within the
+    pipeline's `column`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, column: world.Column | None = None) -> None:
+        self._column = column
         self._lock = threading.Lock()
         self._call = ""
         self._thread = 0
@@ -38,7 +42,8 @@ class Turns:
             self._call = call
             self._thread = threading.get_ident()
             try:
-                yield
+                with world.enter(self._column):
+                    yield
             finally:
                 self._lock.release()
             return

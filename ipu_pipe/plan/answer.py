@@ -19,7 +19,7 @@ from ipu_pipe.plan.config_cut import predict_config_cut
 from ipu_pipe.plan.planner import STREAMED, Answer, Bottleneck
 from ipu_pipe.plan.prediction import Prediction, Problem
 from ipu_pipe.schedule.methods import METHODS
-from ipu_pipe.text import format_bytes
+from ipu_pipe.text import format_bytes, format_estimate
 
 # the most devices whose numbers are printed by replica
 MOST_LISTED_DEVICES = 64
@@ -106,10 +106,22 @@ def format_answer(answer: Answer) -> str:
     return "\n".join(lines)
 
 
+def _list_unconfirmed(hardware: Hardware) -> list[str]:
+    """Return the keys of the figures that no primary source confirms."""
+    return [key for key, figure in hardware.list_figures() if not figure.confirmed]
+
+
+def format_predicted(hardware: Hardware, value: float) -> str:
+    """Return a predicted time or rate with the digits that it deserves: two where figures of the
+    hardware are not confirmed.
+    """
+    return format_estimate(value, 2 if _list_unconfirmed(hardware) else 3)
+
+
 def format_rate_confidence(hardware: Hardware) -> str:
     """Return a line on how far a predicted throughput can be trusted."""
     figures = hardware.list_figures()
-    unconfirmed = [key for key, figure in figures if not figure.confirmed]
+    unconfirmed = _list_unconfirmed(hardware)
     return (
         f"confidence: {len(unconfirmed)} of {len(figures)} figures of {hardware.name} are "
         f"estimates or from secondary sources, so samples/s may be off by a factor of 2 or more; "
@@ -129,8 +141,9 @@ def _format_table(answer: Answer) -> list[str]:
             f" v={candidate.stages_per_device}" if candidate.stages_per_device > 1 else ""
         )
         name += f" {_name_schedule(candidate)}" if candidate.schedule is not None else ""
+        rate = format_predicted(answer.problem.hardware, prediction.samples_per_second)
         lines.append(
-            f"{rank:2d} {prediction.samples_per_second:10.4g}  {name:22s} {candidate.depth:6d} x "
+            f"{rank:2d} {rate:>10s}  {name:22s} {candidate.depth:6d} x "
             f"{candidate.width:<5d}"
             f" {candidate.micro_batch_size:11d} x {candidate.gradient_accumulation:<12d}"
             f" {'yes' if candidate.recompute else 'no':>9s} {prediction.utilization:6.0%} "
@@ -188,9 +201,16 @@ def format_config_cut(job: Job) -> list[str]:
     try:
         problem, prediction, bottleneck = predict_config_cut(job)
     except BadInput as error:
+        # a dry run shows all else without a prediction, too
         return [*(f"no prediction for {name}: {fault}" for fault in error.faults), ""]
     limit = problem.memory_bytes
     costs = prediction.costs
+    hardware = problem.hardware
+    rate = format_predicted(hardware, prediction.samples_per_second)
+
+    def show_ms(seconds: float) -> str:
+        return format_predicted(hardware, 1e3 * seconds)
+
     lines = [
         f"predicted on {problem.hardware.name}, not measured",
         "stage  forward (ms)  backward (ms)     memory   share of usable",
@@ -199,30 +219,17 @@ def format_config_cut(job: Job) -> list[str]:
         memory = prediction.memory[device]
         share = f"{memory.total / limit:17.1%}{'  does not fit' if memory.total > limit else ''}"
         lines.append(
-            f"{s:5d} {1e3 * costs.forward[s]:13.4g} {1e3 * costs.backward[s]:14.4g} "
+            f"{s:5d} {show_ms(costs.forward[s]):>13s} {show_ms(costs.backward[s]):>14s} "
             f"{format_bytes(memory.total):>10s} {share}"
         )
     lines += [
-        f"predicted {prediction.samples_per_second:.4g} samples/s, devices busy "
+        f"predicted {rate} samples/s, devices busy "
         f"{prediction.utilization:.0%} of the time, "
         f"{format_bytes(int(limit))} usable on each",
         f"predicted bottleneck: {bottleneck}",
         "",
     ]
     return lines
-
-
-def _move_off_chip(backend: Any) -> Any:
-    """Return the backend with the optimizer's state in streaming memory."""
-    locations = backend.ipu.tensor_locations
-    optimizer = locations.optimizer.model_copy(update={"on_chip": False})
-    changed = locations.model_copy(update={"optimizer": optimizer})
-    return _change_ipu(backend, tensor_locations=changed)
-
-
-def _change_ipu(backend: Any, **changes: Any) -> Any:
-    """Return the backend with changed keys of `backend.ipu`."""
-    return backend.model_copy(update={"ipu": backend.ipu.model_copy(update=changes)})
 
 
 def make_planned_config(
@@ -237,6 +244,7 @@ def make_planned_config(
     candidate = prediction.candidate
     changes = {
         "method": candidate.method,
+        # a single stage begins with the model, so that there is no name for the list
         "stages": list_stage_modules(problem, prediction) or 1,
         "stages_per_device": None
         if candidate.method_row.order is None
@@ -260,15 +268,18 @@ def make_planned_config(
         method_args = MethodArgs(head=config.method_args.head if local else None)
     if candidate.method == "local_chunked":
         method_args = method_args.model_copy(
+            # its blocks are the stages, and must begin where the plan cuts
             update={"blocks": list_stage_modules(problem, prediction) or 1}
         )
     changes["method_args"] = method_args.model_copy(update={"schedule": _name_schedule(candidate)})
     if problem.streamed and config.backend.ipu is not None:
-        changes["backend"] = _move_off_chip(config.backend)
+        ipu = config.backend.ipu.stream_state()
+        changes["backend"] = config.backend.model_copy(update={"ipu": ipu})
     planned = config.model_copy(update=changes)
     # PopTorch's pipelines recompute unless they are set not to
     if planned.recomputes and not candidate.recompute:
-        backend = _change_ipu(planned.backend, recomputation="none")
+        ipu = planned.backend.ipu.model_copy(update={"recomputation": "none"})
+        backend = planned.backend.model_copy(update={"ipu": ipu})
         planned = planned.model_copy(update={"backend": backend})
     text = dump_config(planned)
     try:
@@ -276,6 +287,7 @@ def make_planned_config(
         configure(**parse_yaml(text, "--write"))
     except BadInput as error:
         raise BadInput(
+            # the user of the command has called no `configure`
             [re.sub("^configure: ", "--write: ", fault) for fault in error.faults]
         ) from None
     return text

@@ -117,6 +117,8 @@ class BatchTimes:
         self, accumulate: int, reduce: Sequence[Transfer]
     ) -> list[tuple[int, Transfer]]:
         """Return (how many in a batch, transfer) in the order in which they first come."""
+        # gradients do not cross blocks with losses of their own; elsewhere the last stage sends
+        # first
         back = () if self.method.structure is not None else tuple(self.costs.back)[::-1]
         return [(accumulate, transfer) for transfer in (*self.costs.onward, *back)] + [
             (1, transfer) for transfer in reduce

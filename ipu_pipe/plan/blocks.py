@@ -62,6 +62,7 @@ def count_blocks(
     try:
         with move_to_meta(model):
             whole = _BlockAtEveryUnit(model, [unit.name for unit in units[1:]])
+            # a first pass only for the activations, by whose shapes the heads are made
             with torch.no_grad():
                 call_model(whole, make_shapes(x))
             _refuse_skip_connections(units, whole, count_samples(x))
@@ -103,6 +104,7 @@ def count_blocks(
 
 def _refuse_skip_connections(units: Sequence[Unit], whole: _BlockAtEveryUnit, samples: int) -> None:
     """Raise `BadInput` if more than the detached activation crosses the beginning of a unit."""
+    # bytes of a sample are quotients, which may differ in the last digit
     most = [value.numel() * value.element_size() / samples * (1 + 1e-9) for value in whole.ends]
     raise_faults(
         [
@@ -130,9 +132,11 @@ class _BlockAtEveryUnit(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output and every head's."""
+        # the module runs twice: without heads, then with them
         self.ends = []
 
         def enter(module: nn.Module, inputs: Any) -> Any:
+            # integers that come along, such as positions, feed no head
             self.ends.append(next(t for t in list_tensors(inputs) if t.is_floating_point()))
             return tuple(
                 value.detach() if isinstance(value, torch.Tensor) else value for value in inputs
@@ -142,6 +146,7 @@ class _BlockAtEveryUnit(nn.Module):
             for name in self.begins:
                 hooks.enter_context(self.model.get_submodule(name).register_forward_pre_hook(enter))
             self.output = self.model(*inputs, **named)
+        # heads run after the whole model, so that their calls do not stand between those of a unit
         return [self.output, *[head(value) for head, value in zip(self.heads, self.ends)]]
 
 
@@ -154,6 +159,8 @@ def _split_calls(
     }
     of_units: list[list[ModuleCall]] = [[] for _ in names]
     of_heads: list[list[ModuleCall]] = [[] for _ in names[1:]]
+    # calls come in the order of execution: until the next unit or head begins, all belong to this
+    # one
     part = of_units[0]
     for call in calls:
         path = call.name.split(".")
@@ -182,6 +189,7 @@ def _make_head_unit(
         sum(call.flops for call in calls) / samples,
         sum(call.backward_flops for call in calls) / samples,
         sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad),
+        # nothing leaves a head for another device
         0.0,
         sum(saved.values()) / samples,
         unit.number_bytes,

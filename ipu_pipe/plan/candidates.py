@@ -318,4 +318,5 @@ def make_transfers(hardware: Hardware, layout: ReplicaLayout) -> BoundaryTransfe
 
 def scale_transfer(per_byte: Transfer, size: float) -> Transfer:
     """Return the transfer of `size` bytes, given the transfer of one byte."""
+    # a latency does not grow with the size
     return per_byte._replace(seconds=per_byte.seconds * size)

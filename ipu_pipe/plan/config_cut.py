@@ -55,11 +55,13 @@ def make_problem(
     precision = precision or config.precision
     # raises `BadInput` without a rate
     hardware.find_rate(precision)
+    # a stage may get any of the optimizers, so the one that keeps most is assumed for all
     moments = max(count_moments(one.name, one.settings()) for one in config.optimizer.members)
+    # the batch was counted beside the model as it is here; a run has the numbers of its precision
     scale = PRECISIONS[precision].data / units[0].number_bytes
     usable = hardware.device.usable_bytes if memory is None else memory
     ipu = config.backend.ipu
-    off_chip = ipu is not None and ipu.tensor_locations.optimizer.on_chip is False
+    off_chip = ipu is not None and ipu.streams_state
     streamed = off_chip and hardware.device.streaming_bytes is not None
     return Problem(
         tuple(units), entering * scale, hardware, usable, precision, moments, streamed=streamed
@@ -79,6 +81,7 @@ def make_candidate(config: Config, depth: int) -> Candidate:
         config.gradient_accumulation,
         config.recomputes,
         config.stages_per_device or default,
+        # None is the method's own schedule, as in the candidates of a search
         None if schedule in (None, row.pipeline.value) else Timeline(schedule),
     )
 
@@ -121,6 +124,7 @@ def choose_stages(
         # each block is a stage
         count = method.structure.blocks
     x, y = example
+    # figures are for a sample, so that a few are enough
     units = count_units(model, take_samples(x, FEW), (), loss, take_samples(y, FEW)).units
     if count is not None and count <= len(units):
         most = len(group_weights(model, observe_execution(model, take_samples(x, FEW))))
@@ -188,7 +192,10 @@ def _cut_by_flops(
     heads = np.zeros(len(units) + 1)
     spared = np.zeros(len(units) + 1)
     if blocks is not None:
+        # by the unit before which the block ends; nothing ends at 0, and the last block has no head
         heads[1:-1] = [_sum_flops(head) for head in blocks.heads]
+        # by the unit with which the block begins; the first one computes no gradient of the data
+        # anyway
         spared[1:-1] = [
             _sum_flops(unit) - _sum_flops(first) for unit, first in zip(units[1:], blocks.first[1:])
         ]
@@ -249,6 +256,7 @@ def _cut_by_times(
     best = search(problem, candidates, 1).best
     if best:
         return best[0].starts
+    # for the message alone: how much memory would do
     least = find_least_memory(problem, candidates)
     if least is None:
         raise BadInput(
@@ -267,6 +275,7 @@ def _can_run(config: Config, method: Method, stages: int) -> bool:
         make_schedule(method, stages, config.gradient_accumulation, config.gradient_accumulation)
     except BadInput:
         return False
+    # by name, because a backend's folder is above this one
     return not import_outer("check_stages")(config, method, stages)
 
 
@@ -335,6 +344,7 @@ def list_counted_shortages(config: Config) -> list[str]:
     shares_devices = ipu is not None and ipu.ipus is not None
     if config.hardware is None or config.backend.facts.uses_processes or shares_devices:
         return []
+    # stage 0 begins with the model and is not named
     stages = len(config.stages) + 1 if isinstance(config.stages, list) else config.stages
     method = resolve_method(config.method, config.method_settings())
     if not isinstance(stages, int) or _explain_unplanned(method, config.hardware) is not None:
@@ -357,6 +367,7 @@ def predict_config_cut(job: Job) -> ConfigCut:
     depth = len(job.partition) // _count_stages_per_device(job.method)
     begins = job.partition.begin_names()
     local_blocks = get_blocks(job.model)
+    # the job's own heads are left out, since `_count_blocks` adds a head at every place of a cut
     model = job.model if local_blocks is None else local_blocks.model
     loss = get_block_loss(job.loss)
     units = count_units(model, take_samples(x, FEW), begins, loss, take_samples(y, FEW)).units
@@ -376,6 +387,7 @@ def predict_rate(job: Job) -> tuple[str, float] | None:
     if job.config.hardware is None:
         return None
     try:
+        # a rate is an addition to the closing lines: none is no fault
         cut = predict_config_cut(job)
     except BadInput:
         return None

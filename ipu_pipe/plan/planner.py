@@ -39,7 +39,7 @@ from ipu_pipe.text import format_bytes, show
 # slower than the average (imbalance), for filling, draining and updating (bubble), and for
 # messages (link). The time of recomputation counts as a bottleneck of memory.
 
-STREAMED = "backend.ipu.tensor_locations.optimizer.on_chip: false"
+STREAMED = "backend.ipu.options.TensorLocations.setOptimizerLocation.useOnChipStorage: false"
 # a smaller share of the time is not a bottleneck
 SMALL = 0.02
 
@@ -266,6 +266,7 @@ class _Costings:
         key = (
             candidate.micro_batch_size,
             candidate.recompute,
+            # units of blocks take less, since a block computes no gradient of its input
             METHODS[candidate.method].structure is None,
             precision,
         )
@@ -316,6 +317,7 @@ def search(problem: Problem, candidates: Sequence[Candidate], count: int) -> Sea
             no_room.add(candidate)
         else:
             seconds, prediction = step
+            # a later bound is mostly tighter, not always
             bound = max(bound, seconds / candidate.global_batch_size)
             heapq.heappush(waiting, (bound, order, layout_order, steps, prediction))
     alike = sum(candidate.shape in listed_shapes for candidate in candidates) - len(best)
@@ -448,6 +450,7 @@ def _find_smallest_change(
     if problem.streamed:
         memory += ", optimizer state in streaming memory"
     for number in _list_more_devices(problem, devices):
+        # (True,): with recomputation alone, which needs the least memory
         needed = find_least_memory(
             problem, list_candidates(methods, number, len(problem.units), greatest_batch, (True,))
         )

@@ -44,7 +44,7 @@ class Problem:
     units: the model's units in order. input_bytes: bytes of a sample's input. memory_bytes: usable
     bytes of each device of `hardware`. moments: copies of the weights in the optimizer's state.
     blocks: costs for methods that train blocks by their own losses. streamed: the optimizer's state
-    is in streaming memory (PopTorch's tensor_locations.optimizer.on_chip false).
+    is in streaming memory (PopTorch's setOptimizerLocation).
     """
 
     units: tuple[Unit, ...]
@@ -161,6 +161,7 @@ def _accumulate(values: Sequence[float]) -> FloatArray:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
 
 
+# n^2 numbers that are the same for all candidates
 @lru_cache(maxsize=8)
 def _sum_also_kept(units: tuple[Unit, ...]) -> FloatArray | None:
     """Return the bytes that a stage and units before it both keep, by first unit and its end, (n +
@@ -169,6 +170,8 @@ def _sum_also_kept(units: tuple[Unit, ...]) -> FloatArray | None:
     sums = np.zeros((len(units) + 1, len(units) + 1))
     for i, unit in enumerate(units):
         for back, size in unit.also_kept:
+            # only stages that have unit i and begin after the unit that keeps the same value keep
+            # it again
             sums[i - back + 1 : i + 1, i + 1 :] += size
     return sums if sums.any() else None
 
@@ -228,6 +231,7 @@ class Costing:
         Each stage may first use all memory of its device; if the stages of a device do not fit
         together, each gets an equal share.
         """
+        # the keys of a dict: one try where a device has one stage
         for parts in dict.fromkeys((1, self.candidate.stages_per_device)):
             price = partial(self._price_stages, self.problem.memory_bytes / parts)
             starts = find_best_cut(self.work.tolist(), self.candidate.stages, price)
@@ -250,11 +254,13 @@ class Costing:
         end = np.array(len(self.work))
         whole_model = self.sums.make_stage(first, end, self.local)
         memory = self._compute_stage_memory(0, whole_model, self.sums.entering[first], fewest_kept)
+        # the whole model was charged one program, and every device holds one
         total = float(memory.total) + (self.candidate.depth - 1) * float(memory.code)
         return total <= self.problem.memory_bytes * self.candidate.depth
 
     def bound_seconds(self, costs: Costs) -> float:
         """Return a lower bound of the seconds of a batch with stages of these `costs`."""
+        # with recomputation most microbatches in flight are kept as inputs
         in_flight = np.maximum(self.kept.inputs, self.kept.activations)
         return bound_by_costs(self.candidate, costs, in_flight, self.local, float(self.work.sum()))
 
@@ -271,6 +277,7 @@ class Costing:
                 self._compute_stage_memory(count - k, stages, entering).total, np.float64
             )
 
+        # time does not count here: the price is in bytes
         starts = find_best_cut([0.0] * len(self.work), self.candidate.stages, price)
         return (
             None if starts is None else max(memory.total for memory in self.compute_memory(starts))
@@ -285,6 +292,7 @@ class Costing:
         entering = self.sums.entering[first]
         # in lock-step, activations and gradients are exchanged together between cycles
         exchanges_both = self.problem.lockstep and not self.local
+        # 0.0: nothing leaves the last stage
         onward, back = (
             [*(transfer.seconds for transfer in sent), 0.0] for sent in (self.onward, self.back)
         )
@@ -293,6 +301,8 @@ class Costing:
         def price(k: IntArray) -> FloatArray:
             s = self.candidate.stages - k
             transfer_seconds = self.sums.entering[end] * per_byte[s]
+            # in lock-step devices compute, then exchange; elsewhere messages travel during the next
+            # passes
             cost = (
                 seconds + transfer_seconds
                 if self.problem.lockstep
@@ -341,6 +351,7 @@ class Costing:
             stage = self.sums.make_stage(np.array(a), np.array(b), self.local)
             memory = self._compute_stage_memory(s, stage, self.sums.entering[a])
             stages_by_device.setdefault(self.candidate.placement[s], []).append(memory)
+        # a description states the code of a device, however many stages it has
         return [
             StageMemory(*(int(sum(sizes)) for sizes in zip(*memories)))._replace(
                 code=int(memories[0].code)

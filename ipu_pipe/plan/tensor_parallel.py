@@ -82,6 +82,7 @@ def _predict(
     sums = UnitSums(problem, samples)
     end = len(problem.units)
     parameters = round(float(sums.parameters[-1]) / ways)
+    # one unit is recomputed at a time, from its input, and all inputs are kept
     largest = float(np.diff(sums.activations).max()) / ways
     part = Unit("", 0.0, 0.0, parameters, 0.0, largest, sums.number_bytes)
     memory = compute_stage_memory(
@@ -96,6 +97,7 @@ def _predict(
     if float(memory.total) > problem.memory_bytes:
         return None
     with_weights = np.diff(sums.parameters) > 0
+    # what enters the next unit is what this one's halves reduce
     messages: list[float] = (sums.entering[1:] * with_weights).tolist()
     # forward, recomputation and backward
     passes = 3
@@ -104,6 +106,7 @@ def _predict(
         for size in messages
         if size
     )
+    # 2: a recomputation is another forward
     compute = (2 * float(sums.forward[-1]) + float(sums.backward[-1])) / ways
     gradients = _compute_gradient_seconds(
         problem, ways, width, parameters * PRECISIONS[problem.precision].gradient
@@ -126,6 +129,7 @@ def _compute_gradient_seconds(problem: Problem, ways: int, width: int, size: flo
     """Return the seconds of the all-reduces of the gradients, among the same part of every group,
     all parts at a time.
     """
+    # groups are of neighbours, so that equal parts of two groups are `ways` devices apart
     level = find_level(problem.hardware, range(0, ways * width, ways))
     if level is None:
         return 0.0

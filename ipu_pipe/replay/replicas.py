@@ -139,6 +139,7 @@ class OuterOptimizer:
         for i, *deltas in zip(indices, *(self._deltas[replica] for replica in range(len(weights)))):
             self.shared[i].grad = functools.reduce(torch.add, deltas) / len(deltas)
         self.sgd.step()
+        # with a gradient of zeros, momentum would move the fragments whose round it is not
         self.sgd.zero_grad(set_to_none=True)
         for replica_weights in weights:
             for i in indices:
@@ -177,6 +178,7 @@ class IndependentReplicas:
         self._parameters = list(parameters)
         self._buffer_keys = _list_buffers(model)
         self._optimizer_state = optimizer.state
+        # before the state is copied, so that no replica gets the entries of another
         entries = [self._take_entries(p) for p in self._parameters]
         self._weights = [[p.data for p in self._parameters]]
         self._states: list[dict[Any, dict[str, Any]]] = [self._get_states()]
@@ -188,6 +190,7 @@ class IndependentReplicas:
         self._outer = (
             OuterOptimizer(outer, fragments, self._weights[0]) if outer is not None else None
         )
+        # last, because it overwrites the copies of the first replica
         self._restore(entries)
 
     @classmethod
@@ -223,6 +226,7 @@ class IndependentReplicas:
         """Remove the entries of replicas and of the outer optimizer from a parameter's state and
         return them.
         """
+        # the state is a defaultdict, in which looking adds an empty entry
         state = self._optimizer_state[p] if p in self._optimizer_state else {}
         return {key: state.pop(key) for key in [key for key in state if _ENTRY.match(key)]}
 
@@ -262,6 +266,7 @@ class IndependentReplicas:
         """
         for i, p in enumerate(self._parameters):
             for owner, weight, state in self._list_owners(i, p):
+                # older versions of SGD store a velocity of None if there is no momentum
                 entries = {
                     f"{owner}.{key}": value for key, value in state.items() if value is not None
                 }
@@ -279,6 +284,7 @@ class IndependentReplicas:
         for p, w in zip(self._parameters, self._weights[replica]):
             p.data = w
         for p in self._parameters:
+            # a replica that has not stepped has no state, and must not find another one's
             self._optimizer_state.pop(p, None)
         self._optimizer_state.update(self._states[replica])
         _set_buffers(self._buffer_keys, self._buffers[replica])

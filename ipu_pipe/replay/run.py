@@ -156,9 +156,13 @@ class Run:
 
     def count_master_bytes(self) -> list[int]:
         """Return the bytes of each stage's master weights, 0 if it has none."""
+        # shards are in the weights' memory
+        if self.precision.is_sharded:
+            return [0] * len(self.partition)
         get_trained = self.precision.get_trained
         sizes = []
         for stage in self.partition.stages:
             weights = [self.model.get_parameter(name) for name in stage.parameters]
+            # `get_trained` returns the weight itself if it has no master
             sizes.append(count_bytes([m for p in weights if (m := get_trained(p)) is not p]))
         return sizes

@@ -245,6 +245,7 @@ class OverwritingStore(_VersionedStore):
                 if not has_newest:
                     written += zip(storage, views_of_stage[newest])
                 corrected.append((stage, view.code))
+        # before the writes, which overwrite what is saved here
         copy_all(saved)
         copy_all(written)
         for stage, code in corrected:
@@ -276,6 +277,7 @@ class SwappingStore(_VersionedStore):
         for stage, view, has_newest in views:
             views_of_stage = self._stash[stage]
             newest = View(self._newest[stage], PLAIN)
+            # the parameters alone have these tensors, and are about to be pointed elsewhere
             if has_newest:
                 views_of_stage[newest] = [p.data for p in self._parameters[stage]]
             if view not in views_of_stage:
@@ -322,14 +324,19 @@ def make_weight_store(work: Work, stages: Sequence[int], versions: Sequence[int]
     """Return the weight store for `stages` of a job; `versions`: the newest version of each."""
     if not work.method.reads_old(work.schedule.stages):
         return WeightStore()
-    states = work.rules.stages
-    weights = {master: weight for weight, master in work.rules.weight_master_pairs}
-    store_class = SwappingStore if work.method.backward_reads is Reads.STASHED else OverwritingStore
+    rules = work.rules
+    states = rules.stages
+    # the memory of a shard is that of its weight, which no other tensor can take the place of
+    is_sharded = rules.masters is not None and rules.masters.are_in_weights
+    pairs = [] if is_sharded else rules.weight_master_pairs
+    weights = {master: weight for weight, master in pairs}
+    swaps = work.method.backward_reads is Reads.STASHED and not is_sharded
+    store_class = SwappingStore if swaps else OverwritingStore
     return store_class(
         [[weights.get(p, p) for p in states[s].parameters] if s in states else [] for s in stages],
         versions,
-        lambda index, code, version: work.rules.compute_corrections(stages[index], code, version),
-        dict(work.rules.weight_master_pairs),
+        lambda index, code, version: rules.compute_corrections(stages[index], code, version),
+        dict(pairs),
     )
 
 

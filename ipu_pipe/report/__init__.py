@@ -8,5 +8,6 @@ summary      the contents of summary.json: `summarize`
 run_text     the text that a run prints before its start and at its end
 analysis     the figures of a trace
 page         a trace and its figures as one HTML page
+static_page  text, tables and curves as one HTML page: `write_static_page`
 plots        figures as PNG files
 """

@@ -135,6 +135,7 @@ def build_memory_table(
         weights, frozen = _count_weight_bytes(parameters, stage.parameters)
         # copies of weights of an earlier stage, to which one microbatch's gradient is on its way
         tied, frozen_copies = _count_weight_bytes(parameters, job.partition.list_replicas(s))
+        # a stage without trained weights has no versions to keep
         if not weights + shared[s] + tied:
             counts.copies[s] = 1
         sizes = StageSizes(
@@ -149,6 +150,13 @@ def build_memory_table(
             saved=job.footprint.saved_bytes[s],
             entering=entering,
         )
+        share = job.precision.shares.get(s)
+        if share is not None:
+            # sharding divides what belongs to weights; a rank's activations stay whole
+            of_weights = ("weights", "frozen", "gradients", "optimizer", "accumulators")
+            sizes = sizes._replace(
+                **{key: round(share * getattr(sizes, key)) for key in of_weights}
+            )
         planned = sum_stage_bytes(counts.select(s), sizes)
         state = planned.optimizer + planned.accumulators
         rows.append(

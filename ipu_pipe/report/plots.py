@@ -37,6 +37,7 @@ def open_figure(
     """Yield the axes of `panels` panels in `rows` rows, each of `size` inches, under one title;
     write the figure to `file` at the end."""
     check_plots()
+    # not pyplot, which keeps every figure alive and may choose a backend that needs a display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -111,6 +111,7 @@ def _has_changes(repository: Path, commit: str, objects: Path, index: Path) -> b
         environment = {
             "GIT_DIR": git_folder,
             "GIT_WORK_TREE": str(repository),
+            # absolute, because git runs in another folder
             "GIT_OBJECT_DIRECTORY": os.path.abspath(objects),
             "GIT_INDEX_FILE": os.path.abspath(index),
         }
@@ -126,6 +127,7 @@ def _ask_git(folder: Path, *command: str, environment: Mapping[str, str] = {}) -
     """
     finished = subprocess.run(
         ["git", "-C", str(folder), *command],
+        # git must not wait for an answer
         stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=GIT_SECONDS,
@@ -179,6 +181,7 @@ def fingerprint_data(job: Job, earlier: Mapping[str, Any]) -> dict[str, Any]:
     read.
     """
     paths = [os.fspath(file) for file in getattr(job.data, "data_files", ())]
+    # the common letters may end within a name, so only their folder counts
     folder = os.path.dirname(os.path.commonprefix(paths))
     named = {path[len(os.path.join(folder, "")) if folder else 0 :]: Path(path) for path in paths}
     try:
@@ -249,6 +252,7 @@ def _hash_first_microbatch(job: Job) -> dict[str, Any]:
     digest = hashlib.sha256()
     for tensor in microbatch:
         digest.update(
+            # as bytes, because NumPy has no bfloat16
             tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         )
     shown = [

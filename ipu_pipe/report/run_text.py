@@ -7,7 +7,7 @@ from typing import Any, Mapping, Sequence
 
 from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MASTERS, MIXED
-from ipu_pipe.job.record import InitialWeights, Job
+from ipu_pipe.job.record import InitialWeights, Job, PlannedJob
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.modes import describe_modes
 from ipu_pipe.model.stages import describe_stages
@@ -25,7 +25,7 @@ FLOPS_SHOWN = 1e9
 PREDICTION_BAND = 2.0
 
 
-def format_opening(job: Job, done: int = 0) -> str:
+def format_opening(job: PlannedJob, done: int = 0) -> str:
     """Format the plan in a few lines, for the start of a run; `done`: updates of earlier starts."""
     config = job.config
     parameters = sum(p.numel() for p in job.model.parameters())
@@ -66,16 +66,18 @@ def format_opening(job: Job, done: int = 0) -> str:
     return "\n".join(lines)
 
 
-def _describe_unused_keys(job: Job) -> list[str]:
+def _describe_unused_keys(job: PlannedJob) -> list[str]:
     """Describe keys of the config that have no effect."""
     config = job.config
     method = job.method
     lines = []
+    # the default of epochs does not contradict steps, only a value that the user wrote
     if config.steps is not None and "epochs" in config.model_fields_set:
         if job.updates_per_epoch is None or config.epochs * job.updates_per_epoch != config.steps:
             lines.append(
                 f"steps: {config.steps} overrides epochs: {config.epochs}, which is ignored"
             )
+    # other methods differ from plain training even on one stage
     of_stages = (
         method.structure is None
         and method.history is None
@@ -133,7 +135,7 @@ STAGE_HEAD = (
 )
 
 
-def format_plan(job: Job) -> str:
+def format_plan(job: PlannedJob) -> str:
     """Format the text of `--dry-run`: stages, schedule, delays, planned memory and traffic,
     FLOPs.
     """
@@ -171,6 +173,7 @@ def _count_gflops(job: Job) -> tuple[list[float], list[float]]:
     """Return the GFLOPs of each stage's forward and backward per sample; no backward if it is not
     known.
     """
+    # the footprint counts a microbatch, the table a sample
     per = FLOPS_SHOWN * job.config.micro_batch_size
     forward = [flops / per for flops in job.footprint.forward_flops]
     backward = [flops / per for flops in job.footprint.backward_flops or ()]
@@ -242,9 +245,10 @@ def _format_memory_figures(job: Job) -> list[str]:
 
 def _draw_schedule_begin(job: Job) -> list[str]:
     if len(job.partition) > 40:
-        return [f"the schedule has {len(job.partition)} rows: tools/schedule.py prints it"]
+        return [f"the schedule has {len(job.partition)} rows: ipu-pipe schedule prints it"]
     return [
         "first slots:",
+        # far enough for the first microbatch to come back to stage 0
         format_text(job.schedule, last_slot=max(24, 2 * len(job.partition) + 6)),
     ]
 
@@ -296,8 +300,8 @@ def format_closing(
         )
     if report["finding"] is not None:
         lines.append(
-            f"  finding: {report['finding']}; another optimizer.lr may help: stability "
-            f"{folder / 'config.yaml'} measures the curvature at this run's checkpoints"
+            f"  finding: {report['finding']}; another optimizer.lr may help: ipu-pipe "
+            f"stability {folder / 'config.yaml'} measures the curvature at this run's checkpoints"
         )
     measured = report["throughput_samples_per_second"]
     if predicted is not None and measured is not None:

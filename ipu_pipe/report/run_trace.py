@@ -17,7 +17,7 @@ from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.timing import StageSeconds, combine_spreads
 from ipu_pipe.report.position import Position
 from ipu_pipe.schedule.actions import SPLIT_PASSES, Kind, get_pass_needs
-from ipu_pipe.schedule.clock import Costs, Times, clock, estimate_run_time
+from ipu_pipe.schedule.clock import Costs, Times, clock
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.trace import events as ev
@@ -377,6 +377,7 @@ def choose_stage_costs(job: Job, seconds: StageSeconds | None, position: Positio
     forward = list(job.footprint.forward_flops)
     backward = list(job.footprint.backward_flops or [BACKWARD * flops for flops in forward])
     total = sum(forward) + sum(backward)
+    # a model of operations without FLOPs: all stages count as equal
     if not total:
         forward = [1.0] * len(job.partition)
         backward = [1.0] * len(job.partition)
@@ -396,15 +397,10 @@ def choose_stage_costs(job: Job, seconds: StageSeconds | None, position: Positio
 def compute_modelled_rates(
     job: Job, costs: Costs, spread: Sequence[float] | None = None
 ) -> ModelledRates:
-    """Return busy / (devices x span) and samples / span. The phases of a run, such as a warm-up by
-    GPipe, are played separately. `spread`: of the time of each stage."""
-    busy = span = 0.0
-    for _, updates, schedule in job.list_phases():
-        microbatches = updates * schedule.accumulate
-        busy += microbatches * (sum(costs.forward) + sum(costs.backward)) + updates * sum(
-            costs.update
-        )
-        span += estimate_run_time(schedule, costs, microbatches, job.placement)
+    """Return busy / (devices x span) and samples / span. `spread`: of the time of each stage."""
+    of_microbatch = sum(costs.forward) + sum(costs.backward)
+    busy = job.updates * (job.schedule.accumulate * of_microbatch + sum(costs.update))
+    span = float(job.play_updates(costs, job.drains, job.updates)[-1])
     loads = [f + b for f, b in zip(costs.forward, costs.backward)]
     return ModelledRates(
         busy / (span * len(set(job.placement))),

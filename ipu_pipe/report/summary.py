@@ -7,7 +7,7 @@ from typing import Any, Mapping, Sequence
 from ipu_pipe.backends.interface import Report
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.numerics import record_numerics
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import Job, PlannedJob
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.report.memory import build_memory_table, compute_memory_figures
 from ipu_pipe.report.position import LossTrend, Position
@@ -27,7 +27,7 @@ STAGE_KEYS = (
 
 
 def summarize(
-    job: Job,
+    job: PlannedJob,
     position: Position,
     final: Mapping[str, float | None],
     measured: Report,

@@ -1,12 +1,15 @@
 """Train a config by a loop over the pipeline, and use the run that is left.
 
+build       the run of a config, with its length and stops: `build`
 train       starts or resumes a run: `train`, `check`, `evaluate_checkpoint`
 loop        updates, evaluations, checkpoints and callbacks: `TrainingLoop`
 callbacks   the user's own code in a run: `Callback`, `Moment`, `Stop`, `EarlyStopping`
 progress    the progress on the terminal, in metrics.jsonl and in TensorBoard
 resume      chooses and checks a checkpoint, and loads it
 planning    builds a job for its figures alone: `plan_config`
-compiling   compiles a config's stages for TPUs that are not here: `compile_config`
+compiling   compiles a config's stages for devices that are not here: `compile_config`
+compilers, blackhole   the compilers of TPUs and, in a process apart, Tenstorrent's: `find_topology`
+proposal    proposes a config for a model on hardware: `suggest_config`
 rehearsal   tries a run without its devices and data: `rehearse`
 machine_check  small runs on this machine that must equal the emulator: `check_machine`
 stability   the stability of a run by theory: `analyze_config`

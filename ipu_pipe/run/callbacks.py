@@ -25,7 +25,7 @@ from ipu_pipe.job.factories import (
     resolve_listed,
 )
 from ipu_pipe.job.metrics import prefers_greater
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import PlannedJob
 from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.text import describe_kind, list_some, show, suggest
 
@@ -162,7 +162,9 @@ class Callbacks:
         for callback in self.callbacks:
             name = f"{type(callback).__qualname__}.{method}"
             result = _call(callback, method, now, where=f" after update {now.step}")
+            # the class in place of an object is a likely slip, and what it means is clear
             if result is Stop or isinstance(result, Stop):
+                # the first reason stays, whatever the callbacks after it say
                 self.stop_reason = (
                     self.stop_reason or getattr(result, "reason", "") or f"{name} asked for it"
                 )
@@ -195,6 +197,8 @@ class Callbacks:
             name = type(callback).__qualname__
             state = _call(callback, "state")
             try:
+                # tried here, where the callback can be named; the manifest is written later, with
+                # all states in one
                 json.dumps(state, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise RunFault(
@@ -207,6 +211,7 @@ class Callbacks:
         """Load each saved state into the callback of the same class name; several of one name are
         matched in order.
         """
+        # None stands for no state, which a `load` need not understand
         unmatched = [entry for entry in saved or () if entry["state"] is not None]
         for callback in self.callbacks:
             entry = next(
@@ -241,7 +246,10 @@ def make_callbacks(
             return call_entry(function, args, place), place
         check_arguments(function, args, place)
         if isinstance(function, type) and issubclass(function, Callback):
+            # a dry run asks only for the class's methods, and a constructor may open files or log
+            # in
             return object.__new__(function), place
+        # what a function would return is not known, so a callback that does nothing stands for it
         return Callback(), place
 
     results = (
@@ -260,6 +268,7 @@ def make_callbacks(
             continue
         unknown = [
             name
+            # an object may have hooks among its attributes, too, which only the constructor sets
             for name in dir(type(callback) if empty else callback)
             if name.startswith("on_") and name not in HOOKS
         ]
@@ -293,6 +302,7 @@ def make_callbacks(
 def _list_wrong_methods(callback: Callback) -> List[str]:
     """List the methods of a callback that cannot be called as a run calls them."""
     arguments = {**dict.fromkeys(HOOKS, ("now",)), "state": (), "load": ("state",)}
+    # found before the run: a wrong signature would end it at its first evaluation
     reasons = {
         name: explain_wrong_call(getattr(callback, name), *names)
         for name, names in arguments.items()
@@ -300,7 +310,7 @@ def _list_wrong_methods(callback: Callback) -> List[str]:
     return [f"{name}: {why}" for name, why in reasons.items() if why]
 
 
-def require_supported_callbacks(job: Job, callbacks: Sequence[Callback]) -> None:
+def require_supported_callbacks(job: PlannedJob, callbacks: Sequence[Callback]) -> None:
     """Raise `BadInput` with one line for each callback that cannot work in the job, and for a wrong
     `evaluate.best`.
     """
@@ -362,6 +372,7 @@ class EarlyStopping(Callback):
             "restore_best": restore_best,
         }
         try:
+            # by the section of a config, so that Python and YAML have the same limits
             config = EarlyStoppingConfig.model_validate(values)
         except ValidationError as error:
             raise BadInput(
@@ -378,9 +389,11 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, now: Moment) -> Optional[Stop]:
         """Compare with the best evaluation so far."""
+        # the test set must not decide when to stop if there is another
         split = "validation" if "validation_loss" in now.metrics else "test"
         value = now.metrics.get(f"{split}_{self.metric}")
         if value is None:
+            # without test_ or validation_, as the key has it
             measured = ", ".join(
                 name.partition("_")[2] for name, value in now.metrics.items() if value is not None
             )

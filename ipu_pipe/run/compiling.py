@@ -1,85 +1,40 @@
-"""Compile the passes of a config's stages for TPUs that are not here, and read from the compiler
+"""Compile the passes of a config's stages for devices that are not here, and read from the compiler
 what memory they take there.
 
-libtpu contains the compiler and needs no TPU. It pads tensors to the lanes of the chip, so a stage
-takes several times the bytes that its shapes say. Nothing is run: times are those of compiling.
-Every compiled pass is kept in the user's cache, by its program, the topology and the versions.
+Compilers pad tensors, to the lanes of a TPU or the tiles of a Tensix core, so a stage takes several
+times the bytes that its shapes say. Nothing is run: times are those of compiling.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
-import os
-import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterable, Sequence
-
-import torch
+from typing import Any, Callable, Sequence
 
 from ipu_pipe.backends.xla.devices import import_jax
 from ipu_pipe.config.load import dump_yaml, read_yaml
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.cut.graphs import StageGraphs, trace_stages
-from ipu_pipe.errors import BadInput, guard_writing, raise_faults, summarize
-from ipu_pipe.files import write_json, write_text
+from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.files import write_text
 from ipu_pipe.hardware.description import HARDWARE_FOLDER, SizeFigure
 from ipu_pipe.job.record import Job
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.memory import build_memory_table
+from ipu_pipe.run.build import build
+from ipu_pipe.run.compilers import KEY, CompiledPass, Topology, compile_or_read, find_cache
 from ipu_pipe.run.planning import replace_missing_data
 from ipu_pipe.schedule.actions import SPLIT_PASSES
-from ipu_pipe.text import format_bytes, list_some, show
+from ipu_pipe.text import format_bytes, list_some
 
-KEY = "--compile-for"
 WEIGHTS = "weights"
-# without a TPU, libtpu would ask a cloud's server for these
-_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-@dataclass(frozen=True)
-class CompiledPass:
-    """What the compiler says of one pass: FLOPs, bytes on the device, and the seconds that it took.
-
-    `argument`, `output`: with padding. `temporary`: besides them, while the pass runs. `code`: of
-    the program. `fault`: why it does not compile; the figures are 0 then.
-    """
-
-    flops: float = 0.0
-    argument: int = 0
-    output: int = 0
-    temporary: int = 0
-    code: int = 0
-    seconds: float = 0.0
-    fault: str = ""
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Devices of one kind that are not here. `memory_bytes`: what programs may fill on each, None
-    if the compiler does not tell; `versions`: of the compilers.
-    """
-
-    name: str
-    devices: Sequence[Any]
-    memory_bytes: int | None
-    versions: str
 
 
 @dataclass(frozen=True)
 class CompiledStage:
     """A stage: its passes by kind, the bytes that a device needs (`needed`) and those by the shapes
-    of torch's tensors (`by_shape`). `saved`: of a microbatch in flight, likewise `saved_by_shape`.
+    of torch's tensors (`by_shape`). `saved`: of a microbatch in flight, likewise `saved_by_shape`;
+    `version`: of a version of its weights, likewise `version_by_shape`.
     """
 
     passes: dict[str, CompiledPass]
@@ -87,105 +42,11 @@ class CompiledStage:
     by_shape: int
     saved: int
     saved_by_shape: int
-
-
-# ---- the topology
-
-
-def find_topology(name: str) -> Topology:
-    """Return the devices of a topology such as v5e:2x2. Raise `BadInput` if there is no such, or no
-    compiler for it.
-    """
-    jax = import_jax()
-    try:
-        import libtpu  # noqa: F401
-    except ImportError:
-        raise BadInput(f"{KEY}: {name}: needs libtpu: pip install 'ipu_pipe[xla-tpu]'") from None
-    for key, value in _ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
-    # jax would look for a TPU
-    jax.config.update("jax_platforms", "cpu")
-    from jax.experimental import topologies
-
-    try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
-    # the plugin raises errors of several kinds
-    except Exception as error:
-        raise BadInput(
-            f"{KEY}: {show(name)}: libtpu has no such topology, must be like v5e:2x2: "
-            f"{summarize(error)}"
-        ) from None
-    versions = f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}"
-    return Topology(name, devices, _find_memory(devices[0]), versions)
-
-
-def _find_memory(device: Any) -> int | None:
-    """Return the bytes that programs may fill on a device: the compiler names them when it refuses
-    a larger one.
-    """
-    import jax
-
-    shape = jax.ShapeDtypeStruct((2**45,), "int8", sharding=_place_on(device))
-    try:
-        jax.jit(lambda x: x + 1).lower(shape).compile()
-    except Exception as error:
-        match = re.search(r"available HBM \(([0-9.]+)([KMGT])", str(error))
-        return int(float(match[1]) * _UNITS[match[2]]) if match else None
-    return None
-
-
-def _place_on(device: Any) -> Any:
-    from jax.sharding import SingleDeviceSharding
-
-    return SingleDeviceSharding(device)
+    version: int
+    version_by_shape: int
 
 
 # ---- compiling
-
-
-def _compile(
-    graph: Callable[..., Any], arguments: Iterable[torch.Tensor], where: Topology, device: Any
-) -> CompiledPass:
-    """Compile a function of tensors, or read from the cache what the compiler said."""
-    import jax
-
-    from ipu_pipe.backends.xla.lower import DTYPES
-
-    shapes = [
-        jax.ShapeDtypeStruct(tuple(t.shape), DTYPES[t.dtype], sharding=_place_on(device))
-        for t in arguments
-    ]
-    lowered = jax.jit(graph).lower(*shapes)
-    key = f"{where.name} {where.versions} {lowered.as_text()}"
-    file = find_cache() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    try:
-        return CompiledPass(**json.loads(file.read_text(encoding="utf-8")))
-    # another version's, or a damaged one
-    except (OSError, ValueError, TypeError):
-        pass
-    begin = time.perf_counter()
-    try:
-        program = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        return CompiledPass(fault=summarize(error))
-    memory = program.memory_analysis()
-    compiled = CompiledPass(
-        float((program.cost_analysis() or {}).get("flops", 0)),
-        memory.argument_size_in_bytes,
-        memory.output_size_in_bytes,
-        memory.temp_size_in_bytes,
-        memory.generated_code_size_in_bytes,
-        time.perf_counter() - begin,
-    )
-    with guard_writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, asdict(compiled))
-    return compiled
-
-
-def find_cache() -> Path:
-    """Return the folder of what was compiled."""
-    return Path.home() / ".cache" / "ipu_pipe" / "compiled"
 
 
 def _compile_stage(
@@ -203,11 +64,12 @@ def _compile_stage(
     compiled = {}
     for kind, graph in passes.items():
         places = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
-        compiled[kind] = _compile(lower(graph), places, where, device)
+        compiled[kind] = compile_or_read(lower(graph), places, where, device)
+    # a stage's graph takes its weights first
     weights = list(graphs.forward.graph.nodes)[: len(graphs.weights)]
     tensors = [node.meta["val"] for node in weights]
     # how many bytes one version takes
-    compiled[WEIGHTS] = _compile(lambda *w: [x + 1 for x in w], tensors, where, device)
+    compiled[WEIGHTS] = compile_or_read(lambda *w: [x + 1 for x in w], tensors, where, device)
     return compiled
 
 
@@ -218,10 +80,13 @@ def compile_config(
 
     `say` gets a line for each stage.
     """
+    # without jax this ends here, and not after the model was built
     import_jax()
     if config.precision != "float32":
         raise BadInput(f"precision: {config.precision}: must be float32 with {KEY}")
+    # shapes are all that compiling needs of the data
     config, _ = replace_missing_data(config)
+    # the config's own backend may need devices that are not here
     job = build(config.model_copy(update={"backend": BackendConfig()}))
     needed = max(job.placement) + 1
     raise_faults(
@@ -274,7 +139,9 @@ def _sum_stage(
     weight_bytes = sum(
         node.meta["val"].nbytes for node in list(graphs.forward.graph.nodes)[: len(graphs.weights)]
     )
-    padding = passes[WEIGHTS].argument / weight_bytes if weight_bytes else 1.0
+    # some compilers pad results alone; an update's results are the next version
+    version = max(passes[WEIGHTS].argument, passes[WEIGHTS].output)
+    padding = version / weight_bytes if weight_bytes else 1.0
     programs = [one for kind, one in passes.items() if kind != WEIGHTS]
     saved = max(one.output for kind, one in passes.items() if kind in ("forward", "input gradient"))
     needed = state * padding + row["in_flight"] * saved
@@ -285,10 +152,23 @@ def _sum_stage(
         state + row["activation_bytes"],
         saved,
         row["activation_bytes"] // max(row["in_flight"], 1),
+        version,
+        weight_bytes,
     )
 
 
 # ---- the answer
+
+_COLUMNS: dict[str, Callable[[CompiledPass], str]] = {
+    "FLOPs": lambda one: f"{one.flops:.3g}",
+    "operations": lambda one: str(sum(one.operations.values())),
+    "in DRAM": lambda one: str(one.in_dram),
+    "arguments": lambda one: format_bytes(one.argument),
+    "outputs": lambda one: format_bytes(one.output),
+    "temporary": lambda one: format_bytes(one.temporary),
+    "code": lambda one: format_bytes(one.code),
+    "compiled in": lambda one: f"{one.seconds:.1f} s",
+}
 
 
 def format_stages(job: Job, where: Topology, stages: Sequence[CompiledStage]) -> str:
@@ -297,22 +177,33 @@ def format_stages(job: Job, where: Topology, stages: Sequence[CompiledStage]) ->
         f"{job.config.method}, microbatches of {job.config.micro_batch_size}, compiled for "
         f"{where.name} by {where.versions}: not run on hardware"
     )
-    kinds = ("FLOPs", "arguments", "outputs", "temporary", "code", "compiled in")
-    lines = [title, "", f"{'stage':>5}  {'pass':15}" + "".join(f"{kind:>12}" for kind in kinds)]
-    for s, stage in enumerate(stages):
-        for kind, one in stage.passes.items():
-            if kind == WEIGHTS:
-                continue
-            sizes = (one.argument, one.output, one.temporary, one.code)
-            cells = [f"{one.flops:.3g}", *map(format_bytes, sizes), f"{one.seconds:.1f} s"]
-            text = one.fault or "".join(f"{cell:>12}" for cell in cells)
-            lines.append(f"{s:>5}  {kind:15}{text}")
+    programs = [
+        (s, kind, one)
+        for s, stage in enumerate(stages)
+        for kind, one in stage.passes.items()
+        if kind != WEIGHTS
+    ]
+    # without those that the compiler does not tell
+    columns = {
+        name: describe
+        for name, describe in _COLUMNS.items()
+        if any(describe(one) != describe(CompiledPass()) for _, _, one in programs)
+    }
+    lines = [title, "", f"{'stage':>5}  {'pass':15}" + "".join(f"{name:>12}" for name in columns)]
+    for s, kind, one in programs:
+        text = one.fault or "".join(f"{describe(one):>12}" for describe in columns.values())
+        lines.append(f"{s:>5}  {kind:15}{text}")
+    for s, kind, one in programs:
+        if one.operations:
+            counts = ", ".join(f"{count} {name}" for name, count in one.operations.items())
+            lines.append(f"  stage {s}, {kind}: {counts}")
     lines += ["", "bytes of a stage on its device: by the compiler, and by the shapes of torch"]
     for s, stage in enumerate(stages):
         lines.append(
             f"  stage {s}: {format_bytes(stage.needed)}, by shapes {format_bytes(stage.by_shape)}; "
             f"a microbatch in flight {format_bytes(stage.saved)}, by shapes "
-            f"{format_bytes(stage.saved_by_shape)}"
+            f"{format_bytes(stage.saved_by_shape)}; a version of its weights "
+            f"{format_bytes(stage.version)}, by shapes {format_bytes(stage.version_by_shape)}"
         )
     for device in sorted(set(job.placement)):
         lines.append(_judge(device, job, where, stages))
@@ -322,18 +213,15 @@ def format_stages(job: Job, where: Topology, stages: Sequence[CompiledStage]) ->
 def _judge(device: int, job: Job, where: Topology, stages: Sequence[CompiledStage]) -> str:
     """Return the line that says whether the stages of a device fit in its memory."""
     here = [stage for s, stage in enumerate(stages) if job.placement[s] == device]
-    faulty = any(one.fault for stage in here for one in stage.passes.values())
+    if any(one.fault for stage in here for one in stage.passes.values()):
+        return f"device {device}: does not fit: a pass does not compile"
     total = sum(stage.needed for stage in here)
     if where.memory_bytes is None:
         return (
             f"device {device}: needs {format_bytes(total)}; the compiler does not tell its memory"
         )
-    fits = not faulty and total <= where.memory_bytes
-    return (
-        f"device {device}: {'fits' if fits else 'does not fit'}: "
-        f"{'a pass does not compile' if faulty else format_bytes(total)} of "
-        f"{format_bytes(where.memory_bytes)}"
-    )
+    fits = "fits" if total <= where.memory_bytes else "does not fit"
+    return f"device {device}: {fits}: {format_bytes(total)} of {format_bytes(where.memory_bytes)}"
 
 
 def convert_to_record(job: Job, where: Topology, stages: Sequence[CompiledStage]) -> dict[str, Any]:
@@ -365,7 +253,9 @@ def write_hardware(where: Topology, title: str, stages: Sequence[CompiledStage])
 
     raw["devices"] = len(where.devices)
     raw["device"]["memory_bytes"] = state(where.memory_bytes)
+    # the compiler states what programs may use, of which nothing more goes off
     raw["device"]["usable_share"] = state(1.0)
+    # a description has no padding below 1, though a compiler that fuses may keep less than torch
     raw["device"]["activation_padding"] = state(max(1.0, round(saved / by_shape, 3)))
     file = find_cache() / f"{where.name.replace(':', '_')}.yaml"
     return write_text(file, dump_yaml(raw))

@@ -69,9 +69,11 @@ def export(
             "that ends in .safetensors"
         )
         raise BadInput(f"--to: {to}: a folder, but the run's model, {describe_kind(model)}, {why}")
+    # beside the target, because a rename works in one step only within a file system
     temporary = to.with_name(f".{to.name}.part")
     with guard_writing(to):
         to.parent.mkdir(parents=True, exist_ok=True)
+        # an export that was killed may have left it
         shutil.rmtree(temporary, ignore_errors=True)
         with attribute_faults(lambda: "export"):
             model.save_pretrained(temporary)  # type: ignore[operator]
@@ -84,6 +86,7 @@ def find_checkpoint(run: Path, step: None | int | str) -> Path:
     None. Raise `BadInput`.
     """
     path = checkpoint.find_newest(run)
+    # find_newest returns a folder that is no run's as it is
     if not (path / checkpoint.MANIFEST).is_file():
         raise BadInput(
             f"{run}: contains no checkpoint: must be the folder of a run, or of a checkpoint"

@@ -18,9 +18,10 @@ from ipu_pipe.errors import RunFault, find_user_fault
 from ipu_pipe.files import atomic_file, write_json, write_text
 from ipu_pipe.job.evaluation import EvaluationResult, collect_by_block, load_test_batches
 from ipu_pipe.job.metrics import ACCURACY
-from ipu_pipe.job.record import Job
-from ipu_pipe.job.user_code import find_user_frame, raise_attributed, save_traceback
+from ipu_pipe.job.record import PlannedJob
+from ipu_pipe.job.user_code import raise_attributed, save_traceback
 from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.frames import find_user_frame
 from ipu_pipe.model.modes import find_changed_mode
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.pipeline.flow import Flow
@@ -50,7 +51,7 @@ class TrainingLoop:
 
     def __init__(
         self,
-        job: Job,
+        job: PlannedJob,
         out: Path,
         resume: bool,
         overwrite: bool,
@@ -63,6 +64,7 @@ class TrainingLoop:
         def open_folder() -> None:
             self.run = RunFolder(out, resume=resume, overwrite=overwrite)
 
+        # on main alone, but awaited: all ranks fail together if the folder cannot be used
         run_on_main(open_folder)
         job.folder = out
         self.out = out
@@ -90,7 +92,7 @@ class TrainingLoop:
         self.written_settings: set[str] = set()
         if not all(type(part) in ELEMENTWISE for part in list_parts(job.optimizer)):
             job.rules.after_step = self._note_written_settings
-        self.has_callbacks, self.watches_updates, self.watches_gradients, job.wants_model = (
+        self.has_callbacks, self.watches_updates, self.watches_gradients, job.keeps_whole = (
             run_on_main(
                 lambda: (
                     bool(main.callbacks),
@@ -116,18 +118,19 @@ class TrainingLoop:
     def run_all(self) -> dict[str, Any]:
         """Train from the start or the checkpoint to the end, and return the summary."""
         job = self.job
+        self.flow = Flow(job, job.done)
+        self.engine = engine = self.flow.engine
         if self.resume:
-            self.position = restore(job, self.out, self.progress.say, self.callbacks)
+            self.position = restore(job, self.flow, self.out, self.progress.say, self.callbacks)
         position = self.position
         if not position.update:
             self.loss_trend = LossTrend(job.updates)
         self._write_start()
         self.progress.say(format_opening(job, position.update))
-        self.flow = Flow(job, position.update)
-        self.engine = engine = self.flow.engine
         if self.watches_gradients:
             engine.watch_gradients()
         settings = job.config.checkpoint
+        # the process with the folder deletes old checkpoints; others write their parts alone
         keep = settings.keep if settings is not None and self.run is not None else None
         self.saver = Saver(self.out / "checkpoints", engine.checkpoint_group, keep)
         try:
@@ -144,6 +147,7 @@ class TrainingLoop:
         else:
             if job.rules.decay is not None:
                 self._write_averages()
+            # before the engine closes, since on the emulator passes are run to be timed
             profile = engine.profile()
             engine.close()
         finally:
@@ -170,6 +174,7 @@ class TrainingLoop:
             self.moment,
             step=done,
             epoch=job.count_epochs(done),
+            # of the newest update, since updates are counted from 0
             rate=job.rate(max(done - 1, 0)),
             checkpoint=self.out / "checkpoints" / f"step-{done}" if done else None,
         )
@@ -185,6 +190,7 @@ class TrainingLoop:
         # a run that was killed after its last update, before its summary was written, has no
         # metrics yet
         if not self.moment.metrics:
+            # the killed process has written the lines already
             self.log, log = log_nothing, self.log
             self._evaluate(job.watched_split)
             self.log = log
@@ -287,7 +293,7 @@ class TrainingLoop:
         if step == self.position.update:
             say(f"the newest weights are the best: step {step}")
         # no process holds the whole model
-        elif are_joined() and not job.precision.is_given and not job.wants_model:
+        elif are_joined() and not job.precision.is_given and not job.keeps_whole:
             say(f"the best weights are at step {step}: {path}")
         else:
             weights = run_on_main(lambda: checkpoint.read_weights(path))
@@ -307,6 +313,7 @@ class TrainingLoop:
             while flow.given < self.end:
                 evaluates, saves = job.plan_pauses(flow.given + 1)
                 self._step(drains=evaluates or saves)
+                # what is written in the background may be complete by now
                 if self.saver.is_saving:
                     self._finish_saving(waits=False)
                 self._pause(evaluates, saves)
@@ -319,9 +326,11 @@ class TrainingLoop:
                 self.unread_seconds += time.perf_counter() - start
                 self._record(results)
                 self.moment = replace(self.moment, stopped=self.callbacks.stop_reason)
+                # the last update has a line, however rare lines are
                 if self.unwritten_line:
                     self._log(self.unwritten_line)
                 evaluated, saved = job.plan_pauses(self.end)
+                # what was planned for this update is done already
                 self._pause(not evaluated, not saved)
         self.bar = None
 
@@ -422,6 +431,7 @@ class TrainingLoop:
                 before = self.moment
                 self.moment = replace(before, gradients=self.engine.collect_gradients(k))
                 self._call_back("on_gradients")
+                # gradients are as large as the model, and stay in no other moment
                 self.moment = before
             if self.watches_updates:
                 self._call_back("on_step")
@@ -435,7 +445,7 @@ class TrainingLoop:
 
     def _call_back(self, method: str) -> None:
         """Call `method` of the user's callbacks, with the whole model if they want it."""
-        gathers = self.job.wants_model and method in ("on_start", "on_evaluation", "on_checkpoint")
+        gathers = self.job.keeps_whole and method in ("on_start", "on_evaluation", "on_checkpoint")
         with self.engine.hold_whole_model() if gathers else contextlib.nullcontext():
             if self.callbacks.callbacks:
                 self.moment = replace(self.moment, model=self.engine.newest_model)
@@ -532,7 +542,7 @@ class TrainingLoop:
         failed.
         """
         # a callback may want the whole model, which can be gathered only when the pipeline is empty
-        if self.job.wants_model and not waits:
+        if self.job.keeps_whole and not waits:
             return
         if self.saver.finish(waits):
             self.moment = replace(self.moment, checkpoint=self.saver.newest)

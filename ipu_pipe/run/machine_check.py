@@ -1,9 +1,11 @@
 """Check a machine: what it has, then small runs on it, each equal to the emulator.
 
-    1xx  this process: the emulator against a plain loop of PyTorch, and on a CUDA device
-    2xx  two processes (gloo, and nccl with two CUDA devices): stages, replicas, blocks, resume
+    1xx  this process: the emulator against a plain loop of PyTorch, and on each kind of accelerator
+    2xx  two processes (gloo, nccl with two CUDA devices, other accelerators): stages, replicas,
+         blocks, resume
     3xx  IPUs: each row is an assumption about PopTorch that nothing but an IPU can confirm; the
          numbers are those of docs/ipu.md
+    4xx  XLA's devices, of each platform that jax has: run on its CPU, on no TPU or Tenstorrent card
 
 A row that cannot run here is listed with the reason and not counted. No row was run on an IPU.
 """
@@ -11,6 +13,7 @@ A row that cannot run here is listed with the reason and not counted. No row was
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -27,13 +30,16 @@ import torch.distributed as dist
 
 from ipu_pipe import __version__
 from ipu_pipe.backends.processes.launch import describe_missing_support
+from ipu_pipe.backends.ranks import read_torch_version
+from ipu_pipe.backends.xla.devices import list_devices, measure_product_error
 from ipu_pipe.config.load import configure, merge_keys
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import summarize
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.launcher import describe_end
-from ipu_pipe.model.devices import get_kind
+from ipu_pipe.model.devices import get_kind, list_accelerators
 from ipu_pipe.model.randomness import RandomStates, derive_seed
+from ipu_pipe.pipeline.pipeline import Pipeline
 from ipu_pipe.report.analysis.text import format_table
 from ipu_pipe.run.train import train
 from ipu_pipe.store.checkpoint import find_newest, read_weights
@@ -46,6 +52,8 @@ PROCESSES = 2
 PATIENCE = 300
 # the file of the first error of the two processes
 FIRST_ERROR = "error"
+# the file of the weights of a trial of sharded weights
+SHARDED = "sharded.pt"
 
 BASE: dict[str, Any] = {
     "model": {
@@ -81,8 +89,9 @@ class Trial(NamedTuple):
     """A small run that must end with the emulator's weights, up to `tolerance` of their greatest.
 
     `keys`: its changes of BASE. `device_keys`: further changes that the emulator does not have.
-    `resumes`: it is stopped in the middle and resumed. On the emulator, float64 ends within a tenth
-    of the tolerance, so a difference is not rounding.
+    `resumes`: it is stopped in the middle and resumed. `is_sharded`: a loop of the caller's
+    own, whose weights FSDP2 shards over the processes. On the emulator, float64 ends within a tenth
+    of the tolerance, so a difference is not rounding; where it does not, none is counted.
     """
 
     number: int
@@ -91,13 +100,31 @@ class Trial(NamedTuple):
     tolerance: float = 0.0
     device_keys: dict[str, Any] = {}
     resumes: bool = False
+    is_sharded: bool = False
 
 
 # PopTorch's and CUDA's numbers differ from those of torch on a CPU by rounding alone
 ROUNDING = 1e-4
 
 PLAIN_TRIAL = Trial(101, "the emulator against a plain loop of PyTorch", {"stages": 1}, 1e-5)
-CUDA_TRIAL = Trial(102, "the emulator on a CUDA device", {}, ROUNDING)
+
+# a device must read the weights that a parameter holds at the time of a pass
+_IN_FLIGHT = {"stages": 4, "gradient_accumulation": 2, "steps": 8}
+DEVICE_TRIALS = (
+    Trial(102, "the emulator on an accelerator", {}, ROUNDING),
+    Trial(
+        103,
+        "weights swapped between passes (p.data = other)",
+        {"method": "pipedream", **_IN_FLIGHT},
+        ROUNDING,
+    ),
+    Trial(
+        104,
+        "weights overwritten between passes (p.data.copy_(other))",
+        {"method": "pipemare", **_IN_FLIGHT},
+        ROUNDING,
+    ),
+)
 
 PROCESS_TRIALS = (
     Trial(201, "pipeline of two stages", {}),
@@ -105,6 +132,13 @@ PROCESS_TRIALS = (
     Trial(203, "two replicas, gradients all-reduced", {"stages": 1, "replicas": 2}, 1e-5),
     Trial(204, "blocks with losses of their own", {"method": "local_greedy"}),
     Trial(205, "checkpoint and resume", {"method": "pipedream_2bw"}, resumes=True),
+    Trial(
+        206,
+        "weights sharded by FSDP2 on a device mesh",
+        {"method": "pipedream", "stages": 1, "replicas": 2},
+        1e-5,
+        is_sharded=True,
+    ),
 )
 
 
@@ -143,7 +177,7 @@ IPU_TRIALS = (
         "Nesterov with a running mean is PyTorch's",
         {"optimizer": {"nesterov": True}},
         ROUNDING,
-        _on_ipu(mean_reduction_strategy="running"),
+        _on_ipu(options={"Training.setMeanAccumulationAndReplicationReductionStrategy": "Running"}),
     ),
     Trial(310, "Adam is PyTorch's", {"optimizer": {"name": "adam", "momentum": None}}, ROUNDING),
     Trial(
@@ -161,6 +195,17 @@ IPU_TRIALS = (
         ROUNDING,
     ),
 )
+
+
+# at this rate PipeDream and 2BW end 0.016 and 0.09 from GPipe, and TF32's products 0.0004 from float32's
+_FAST: dict[str, Any] = {"optimizer": {"lr": 0.3}}
+XLA_TRIALS = (
+    Trial(401, "a pipeline of two stages that flushes", _FAST),
+    Trial(402, "stashed weights", {**_FAST, "method": "pipedream"}),
+    Trial(403, "two versions, resumed", {**_FAST, "method": "pipedream_2bw"}, resumes=True),
+)
+# coarser products hide the difference between methods
+COARSEST_PRODUCT = 1e-3
 
 
 class Row(NamedTuple):
@@ -192,6 +237,7 @@ def describe_machine() -> dict[str, Any]:
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
         "cuda_devices": [cuda.get_name(i) for i in devices],
+        "accelerators": [kind.name for kind in list_accelerators()],
         "ipus": _count_ipus(),
     }
 
@@ -241,12 +287,14 @@ def _compare(
     trial: Trial, where: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> Row:
     """Return the row of a trial: the greatest difference of its weights by their greatest value."""
-    worst = 0.0
-    for name, weight in expected.items():
-        if weight.is_floating_point():
-            scale = max(float(weight.abs().max()), 1e-6)
-            greatest = (actual[name].cpu() - weight.cpu()).abs().max()
-            worst = max(worst, float(greatest) / scale)
+    differences = [
+        # a weight may be all 0, as a new bias is
+        (actual[name].cpu() - weight.cpu()).abs().max() / weight.cpu().abs().max().clamp(min=1e-6)
+        for name, weight in expected.items()
+        if weight.is_floating_point()
+    ]
+    # of torch: Python's own max would pass over what is not a number
+    worst = float(torch.stack(differences).max())
     verdict = EQUAL if worst <= trial.tolerance else DIFFERENT
     detail = f"{worst:.2g} apart, at most {trial.tolerance:g}"
     return Row(trial.number, where, trial.what, verdict, detail)
@@ -257,11 +305,30 @@ def _attempt(trial: Trial, where: str, run: Callable[[], dict[str, torch.Tensor]
     try:
         with tempfile.TemporaryDirectory() as folder:
             config = configure_trial(trial, {"name": "emulator"})
+            # without an interruption, so that a resumed run is compared with one that went through
             expected = _run(trial._replace(resumes=False), config, Path(folder))
-        return _compare(trial, where, run(), expected)
+        row = _compare(trial, where, run(), expected)
+        return row if row.verdict == EQUAL else _compare_with_rounding(trial, row, expected)
     # whatever the machine or its SDK does is what this check is for
     except Exception as error:
         return Row(trial.number, where, trial.what, DIFFERENT, summarize(error))
+
+
+def _compare_with_rounding(trial: Trial, row: Row, expected: dict[str, torch.Tensor]) -> Row:
+    """Return the row of a difference as not run if rounding alone may have made it: if on the
+    emulator float64 ends further from float32 than a tenth of the tolerance.
+    """
+    # without a tolerance all that runs here must be equal to the bit
+    if not trial.tolerance:
+        return row
+    trial = trial._replace(tolerance=trial.tolerance / 10, resumes=False)
+    with tempfile.TemporaryDirectory() as folder:
+        config = configure_trial(trial, {"name": "emulator"}, "float64")
+        twin = _compare(trial, row.where, expected, _run(trial, config, Path(folder)))
+    if twin.verdict == EQUAL:
+        return row
+    detail = f"{row.detail}; but float32 and float64 on the emulator are {twin.detail}"
+    return row._replace(verdict=NOT_RUN, detail=detail)
 
 
 def check_machine(say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -284,11 +351,14 @@ def check_machine(say: Callable[[str], None] = lambda text: None) -> dict[str, A
 
 def _run_all(machine: dict[str, Any]) -> Iterator[Row]:
     yield _attempt(PLAIN_TRIAL, "cpu", lambda: _train_plainly(PLAIN_TRIAL))
-    if machine["cuda_devices"]:
-        yield _attempt(CUDA_TRIAL, "cuda", lambda: _run_alone(CUDA_TRIAL, {"device": "cuda"}))
-    else:
-        yield from _leave_out([CUDA_TRIAL], "cuda", "no CUDA device")
     missing = describe_missing_support()
+    for device in machine["accelerators"]:
+        yield from run_device_trials(device)
+        # CUDA's processes talk by nccl, below
+        if device != "cuda" and not missing:
+            yield from _run_on_processes(device, {"device": device})
+    if not machine["accelerators"]:
+        yield from _leave_out(DEVICE_TRIALS, "accelerator", "torch has none here")
     if missing or not machine["gloo"]:
         yield from _leave_out(PROCESS_TRIALS, "gloo", missing or "torch.distributed has no gloo")
     else:
@@ -300,6 +370,14 @@ def _run_all(machine: dict[str, Any]) -> Iterator[Row]:
     else:
         yield from _run_on_processes("nccl", {"device": "cuda"})
     yield from run_ipu_trials(machine["ipus"])
+    for platform_name in ("cpu", "tpu", "tt"):
+        yield from run_xla_trials(platform_name)
+
+
+def run_device_trials(device: str) -> Iterator[Row]:
+    """Run the emulator on a kind of device, and compare with the CPU."""
+    for trial in DEVICE_TRIALS:
+        yield _attempt(trial, device, lambda trial=trial: _run_alone(trial, {"device": device}))  # type: ignore[misc]
 
 
 def _leave_out(trials: Sequence[Trial], where: str, why: str) -> Iterator[Row]:
@@ -315,10 +393,7 @@ def _run_alone(trial: Trial, backend: dict[str, Any]) -> dict[str, torch.Tensor]
 def _train_plainly(trial: Trial) -> dict[str, torch.Tensor]:
     """Train a trial by a loop of PyTorch alone and return the weights."""
     config = configure_trial(trial, {"name": "emulator"})
-    seed = derive_seed(config.seed, "model")
-    torch.manual_seed(seed)
-    RandomStates.from_seed(seed).write()
-    model = make_model(config)
+    model = _make_seeded_model(config)
     data = make_data(config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for k in range(config.steps or 0):
@@ -332,7 +407,47 @@ def _train_plainly(trial: Trial) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in model.state_dict().items()}
 
 
+def _make_seeded_model(config: Config) -> torch.nn.Module:
+    seed = derive_seed(config.seed, "model")
+    torch.manual_seed(seed)
+    RandomStates.from_seed(seed).write()
+    return make_model(config)
+
+
 # ---- two processes
+
+
+def _train_sharded(config: Config, file: Path) -> None:
+    """Train by a loop of the caller's own on a mesh of one stage and all ranks, and write the
+    weights.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1, PROCESSES), mesh_dim_names=("stages", "data"))
+    model = _make_seeded_model(config)
+    data = make_data(config)
+    count = config.gradient_accumulation
+    with Pipeline(
+        model,
+        torch.nn.functional.cross_entropy,
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        config.method,
+        stages=1,
+        microbatches=count,
+        backend="distributed",
+        process_group=mesh["stages"].get_group(),
+        data_group=mesh["data"].get_group(),
+        prepare_stage=lambda stage, index: fully_shard(stage, mesh=mesh["data"]),
+    ) as pipe:
+        for k in range(config.steps or 0):
+            numbers = [(k * count + i) * PROCESSES + pipe.replica for i in range(count)]
+            pipe.step(
+                microbatches=[data.train_batch(0, m, config.micro_batch_size) for m in numbers]
+            )
+        state = pipe.state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state["model"], file)
 
 
 def _run_on_processes(where: str, backend: dict[str, Any]) -> Iterator[Row]:
@@ -340,6 +455,7 @@ def _run_on_processes(where: str, backend: dict[str, Any]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc_per_node", str(PROCESSES), "-m", __name__, folder, json.dumps(backend)]
+        # torchrun would set it too, with a warning
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         try:
             output = subprocess.run(
@@ -348,6 +464,10 @@ def _run_on_processes(where: str, backend: dict[str, Any]) -> Iterator[Row]:
         except subprocess.TimeoutExpired:
             output = f"the processes did not end in {PATIENCE} s"
         for i, trial in enumerate(PROCESS_TRIALS):
+            why_not = explain_missing_shards(trial, where)
+            if why_not:
+                yield from _leave_out([trial], where, why_not)
+                continue
             run = Path(folder) / str(trial.number)
             if not (run / "done").is_file():
                 why = find_first_error(Path(folder), output)
@@ -359,7 +479,24 @@ def _run_on_processes(where: str, backend: dict[str, Any]) -> Iterator[Row]:
             # the emulator runs on the CPU, whose sums have another order than a GPU's
             if backend:
                 trial = trial._replace(tolerance=ROUNDING)
-            yield _attempt(trial, where, lambda run=run: read_weights(find_newest(run)))  # type: ignore[misc]
+            yield _attempt(trial, where, functools.partial(_read_run, trial, run))
+
+
+def _read_run(trial: Trial, run: Path) -> dict[str, torch.Tensor]:
+    """Return the last weights of a run of two processes."""
+    weights: dict[str, torch.Tensor] = (
+        torch.load(run / SHARDED) if trial.is_sharded else read_weights(find_newest(run))
+    )
+    return weights
+
+
+def explain_missing_shards(trial: Trial, where: str) -> str:
+    """Return why a trial of sharded weights cannot run here, '' if it can."""
+    if not trial.is_sharded:
+        return ""
+    if read_torch_version() < (2, 6):
+        return f"needs torch 2.6, this is {torch.__version__}"
+    return "" if where == "gloo" else "needs four GPUs and a group of your own: tests/test_mesh.py"
 
 
 def find_first_error(folder: Path, output: str) -> str:
@@ -376,11 +513,18 @@ def run_rank(folder: str, backend: str) -> None:
     from ipu_pipe.backends.ranks import is_main
     from ipu_pipe.backends.table import leave
 
+    settings = json.loads(backend)
     try:
         for trial in PROCESS_TRIALS:
             run = Path(folder) / str(trial.number)
-            config = configure_trial(trial, {"name": "distributed", **json.loads(backend)})
-            _run(trial, config, run)
+            config = configure_trial(trial, {"name": "distributed", **settings})
+            if explain_missing_shards(trial, "nccl" if "device" in settings else "gloo"):
+                continue
+            if trial.is_sharded:
+                run.mkdir(parents=True, exist_ok=True)
+                _train_sharded(config, run / SHARDED)
+            else:
+                _run(trial, config, run)
             if is_main():
                 (run / "done").touch()
         leave()
@@ -410,6 +554,34 @@ def run_ipu_trials(ipus: str) -> Iterator[Row]:
             continue
         with tempfile.TemporaryDirectory() as folder:
             yield _attempt(trial, "ipu", lambda: _run(trial, config, Path(folder)))  # noqa: B023
+
+
+# ---- XLA's devices
+
+
+def run_xla_trials(platform_name: str) -> Iterator[Row]:
+    """Run the trials of XLA's devices on a platform, with a tolerance by its products' error."""
+    where = f"xla {platform_name}"
+    backend = {"name": "xla", "platform": platform_name}
+    try:
+        device = list_devices(configure_trial(XLA_TRIALS[0], backend).backend)[0]
+        product_error = measure_product_error(device)
+    except BadInput as error:
+        yield from _leave_out(XLA_TRIALS, where, summarize(error))
+        return
+    # a device may fail in any way, and the other rows are of use
+    except Exception as error:
+        yield Row(XLA_TRIALS[0].number, where, "a product", DIFFERENT, summarize(error))
+        return
+    if product_error > COARSEST_PRODUCT:
+        why = f"products are {product_error:.1g} off, more than {COARSEST_PRODUCT:g}"
+        yield from _leave_out(XLA_TRIALS, where, why)
+        return
+    for trial in XLA_TRIALS:
+        trial = trial._replace(tolerance=max(ROUNDING, 5 * product_error))
+        config = configure_trial(trial, backend)
+        with tempfile.TemporaryDirectory() as folder:
+            yield _attempt(trial, where, lambda: _run(trial, config, Path(folder)))  # noqa: B023
 
 
 def format_report(report: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ from ipu_pipe.job.factories import (
     resolve_head,
 )
 from ipu_pipe.job.overrides import Overrides
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import PlannedJob
 from ipu_pipe.model.batch import (
     count_bytes,
     count_numbers,
@@ -43,13 +43,14 @@ from ipu_pipe.model.batch import (
     take_samples,
 )
 from ipu_pipe.model.meta import build_on_meta, compute_on_meta
-from ipu_pipe.pipeline.build import build, choose_batch_size, set_up
+from ipu_pipe.pipeline.build import choose_batch_size, set_up
 from ipu_pipe.plan.answer import convert_to_json
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import choose_methods
 from ipu_pipe.plan.config_cut import list_counted_shortages, make_problem
 from ipu_pipe.plan.planner import SHOWN, make_plan
 from ipu_pipe.plan.prediction import Problem
+from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import make_callbacks, require_supported_callbacks
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import suggest
@@ -58,9 +59,9 @@ from ipu_pipe.text import suggest
 SMALL = 300_000
 
 
-def build_for_planning(config: Config) -> Job:
+def build_for_planning(config: Config) -> PlannedJob:
     """Build the job that `config` describes for its figures only. Raise `BadInput` as
-    `pipeline.build.build` does.
+    `run.build.build` does.
     """
     # building a model by its values, which reports all other faults, may take half a minute
     raise_faults(list_counted_shortages(config))
@@ -81,6 +82,7 @@ def replace_missing_data(config: Config) -> tuple[Config, str]:
     if folder is None:
         return config, ""
     known = {key: value for key, value in options.items() if key != "validation"}
+    # a wrong option must be refused here as it would be beside the files
     require_known_options(config.data.name, known)
     keys = {"name": ENTRY, "of": config.data.name, **options}
     data = DataConfig.model_validate(keys)
@@ -88,7 +90,7 @@ def replace_missing_data(config: Config) -> tuple[Config, str]:
     return config.model_copy(update={"data": data}), line
 
 
-def _build_by_shape(config: Config) -> Job | None:
+def _build_by_shape(config: Config) -> PlannedJob | None:
     """Build the job on the meta device; return None if it needs values, if it is small, or if it
     has a fault.
     """
@@ -148,6 +150,7 @@ def _count_units(config: Config) -> tuple[nn.Module, CountedUnits, Any, int]:
     loss = make_loss(config, Overrides())
     data = make_data(config)
     samples = choose_batch_size(config, data)
+    # a loader has batches of one size; of other sources two samples are enough to count by
     batch = data.train_batch(0, 0, samples if isinstance(data, LoaderData) else 2)
     x, y = split_batch(
         batch, getattr(data, "labels", None), config.loss == OWN, getattr(loss, "asks", ())
@@ -187,6 +190,7 @@ def _measure_units(config: Config) -> tuple[nn.Module, CountedUnits, Any, int]:
                 costed, setup.model, setup.loss, take_samples(x, size), take_samples(y, size)
             )
     finally:
+        # set_up has set those of the config
         torch.set_num_threads(threads)
     return setup.model, costed, x, samples
 
@@ -245,12 +249,14 @@ def make_planning_problem(
         )
     usable = None
     if request.memory is not None:
+        # --memory is all memory of a device, as `memory_bytes` is
         usable = request.memory * described.device.usable_share.value
     machine = described.measured_on
     is_this = machine is not None and (machine.name, machine.device) == (
         platform.node(),
         config.backend.device,
     )
+    # a device of that description was a process of so many threads
     if machine is not None and is_this and config.backend.threads is None:
         config = config.model_copy(
             update={"backend": config.backend.model_copy(update={"threads": machine.threads})}

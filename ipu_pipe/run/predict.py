@@ -57,6 +57,7 @@ def predict(
         raise BadInput(
             "predict: into: must be None unless model is the folder of a run or checkpoint"
         )
+    # a model without parameters computes on the CPU in float32
     like = next(model.parameters(), torch.zeros(0))
     outputs: list[Any] = []
     with torch.no_grad(), restore_modes(model):
@@ -67,6 +68,7 @@ def predict(
                 lambda t: t.to(like.device, like.dtype if t.is_floating_point() else t.dtype), x
             )
             output = call_model(model, x)
+            # at once: the outputs of a whole data set may not fit a GPU
             outputs.append(
                 tree_map(
                     lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, output
@@ -88,6 +90,7 @@ def load_model(path: Path, into: nn.Module | None) -> nn.Module:
     """Return the model with the weights of a run or checkpoint."""
     if not path.exists():
         raise BadInput(f"predict: {path}: no such folder or file")
+    # a checkpoint is RUN/checkpoints/step-K, and the config is in RUN
     above = list(path.absolute().parents)[:2]
     run = next((folder for folder in (path, *above) if (folder / "config.yaml").is_file()), None)
     weights = checkpoint.find_newest(path)
@@ -119,9 +122,11 @@ def _list_inputs(data: Any, size: int) -> Iterator[Any]:
     labels = getattr(data, "labels", None) if isinstance(data, DataSource) else None
     for batch in data.test_batches(size) if isinstance(data, DataSource) else data:
         if isinstance(batch, Mapping):
+            # data to predict often have no labels, which split_batch would miss
             has_labels = any(name in batch for name in (labels, *LABELS))
             yield split_batch(batch, labels)[0] if has_labels else batch
         elif isinstance(batch, (tuple, list)):
+            # a TensorDataset of inputs alone gives batches of one part
             yield batch[0] if len(batch) == 1 else split_batch(batch)[0]
         else:
             yield batch

@@ -56,6 +56,7 @@ class Bar:
         self._done += 1
         for name, value in (("loss", loss), ("accuracy", accuracy), ("rate", rate)):
             if value is not None:
+                # else the average would begin near 0
                 keep = 0.95 if name in self._averages else 0.0
                 self._averages[name] = keep * self._averages.get(name, 0.0) + (1 - keep) * value
         self._ends_epoch = self._per_epoch is not None and self._done % self._per_epoch == 0
@@ -100,8 +101,10 @@ class Lines:
         per_epoch: int | None,
         print_line: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        unit: str = "update",
     ) -> None:
         self._total = total
+        self._unit = unit
         self._per_epoch = per_epoch
         self._print_line = print_line
         self._clock = clock
@@ -112,7 +115,7 @@ class Lines:
         if self._clock() - self._last >= (EPOCH_SECONDS if is_milestone else LINE_SECONDS):
             self._last = self._clock()
             epochs = f", epoch {round(done / self._per_epoch, 2):g}" if self._per_epoch else ""
-            self._print_line(f"update {done}/{self._total}{epochs}: {text}")
+            self._print_line(f"{self._unit} {done}/{self._total}{epochs}: {text}")
 
 
 class Progress:
@@ -131,13 +134,16 @@ class Progress:
             print(escape_lines(text), flush=True)
 
     @contextlib.contextmanager
-    def show_bar(self, total: int, done: int, per_epoch: int | None) -> Iterator[Bar]:
+    def show_bar(
+        self, total: int, done: int, per_epoch: int | None, unit: str = "update"
+    ) -> Iterator[Bar]:
         """Show a bar over `total` updates, of which `done` are done; `per_epoch` updates are an
-        epoch (None: no epochs).
+        epoch (None: no epochs). `unit`: what is counted, if it is not updates.
         """
         console = Console(file=sys.stderr)
         if self._quiet:
             yield Bar(done, per_epoch, lambda done, text, is_milestone: None)
+        # rich believes FORCE_COLOR that there is a terminal, and would draw bars into a log file
         elif not sys.stderr.isatty() or not console.is_terminal or console.is_dumb_terminal:
             # a notebook shows standard error as faults
             print_line = (
@@ -145,7 +151,7 @@ class Progress:
                 if console.is_jupyter
                 else lambda text: print(escape_lines(text), file=sys.stderr, flush=True)
             )
-            bar = Bar(done, per_epoch, Lines(total, per_epoch, print_line))
+            bar = Bar(done, per_epoch, Lines(total, per_epoch, print_line, unit=unit))
             yield bar
             bar.end_epoch()
         else:

@@ -1,7 +1,7 @@
 """Rehearse a config on a machine that has neither its devices nor its data.
 
     [1] judge the config as it stands: its faults, its stages, and memory and times in its own
-        precision, all predicted
+        precision, all predicted; for IPUs, what their SDK would refuse when it compiles
     [2] run two updates of a small batch on the emulator in float32, save, resume and export them
     [3] say whether it fits, and what to change if it does not
 
@@ -10,18 +10,24 @@ Not run on hardware: the figures of [1] come from the descriptions in configs/ha
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
+import torch
+
+from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, parse_yaml
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput
+from ipu_pipe.config.sections import DataConfig
+from ipu_pipe.data.stand_in import ENTRY
+from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.description import read_hardware
-from ipu_pipe.job.record import Job
-from ipu_pipe.plan.answer import format_rate_confidence
+from ipu_pipe.job.record import PlannedJob
+from ipu_pipe.plan.answer import format_predicted, format_rate_confidence
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.plan.config_cut import ConfigCut, predict_config_cut
 from ipu_pipe.plan.planner import search
@@ -53,6 +59,7 @@ def rehearse(config: Config, say: Callable[[str], None] = lambda text: None) -> 
     """Rehearse a config. Raise `BadInput` with all faults that would refuse it on its hardware."""
     config = _choose_hardware(config, say)
     job = build_for_planning(_shorten(config))
+    raise_faults(get_backend(job.config).predict_refusals(job))
     cut, unpredicted = None, f"no prediction: {_describe_no_hardware(config)}"
     if config.hardware is not None:
         try:
@@ -61,12 +68,15 @@ def rehearse(config: Config, say: Callable[[str], None] = lambda text: None) -> 
             unpredicted = f"no prediction for {config.hardware}: {error.faults[0]}"
     stages = config.stages
     if config.leaves_stages_to_planner:
+        # asked again, the planner would cut for the small batch
         stages = job.partition.begin_names() or 1
-    small = _make_small(config.model_copy(update={"stages": stages}))
+    data = _replace_own_data(config.data, job)
+    small = _make_small(config.model_copy(update={"stages": stages, "data": data}))
+    stand_in = "" if data is config.data else f" in the shape of {config.data.name}"
     say(
         f"rehearsing {UPDATES} updates on the emulator: arithmetic in float32 on the CPU, "
         f"micro_batch_size {small.micro_batch_size}, gradient_accumulation "
-        f"{small.gradient_accumulation}, replicas {small.replicas}, random data"
+        f"{small.gradient_accumulation}, replicas {small.replicas}, data {small.data.name}{stand_in}"
     )
     tried = _try_out(small)
     if cut is None:
@@ -87,6 +97,7 @@ def _choose_hardware(config: Config, say: Callable[[str], None]) -> Config:
         return config
     stages = config.stages
     count = len(stages) + 1 if isinstance(stages, list) else stages
+    # where the planner chooses the number of stages there is at least one
     needed = (count if isinstance(count, int) else 1) * config.replicas
     pod = next((name for name in PODS if read_hardware(name).devices >= needed), PODS[-1])
     say(f"hardware: null: judged on {pod}, the smallest that has {needed} IPUs")
@@ -106,22 +117,43 @@ def _shorten(config: Config) -> Config:
     return shortened
 
 
+def _replace_own_data(data: DataConfig, job: PlannedJob) -> DataConfig:
+    """Return random images of the same shape in place of the user's own, whose evaluations may take
+    hours; other data as they are.
+    """
+    x, y = job.example
+    if ":" not in data.name or not all(isinstance(part, torch.Tensor) for part in (x, y)):
+        return data
+    # synthetic data are real numbers, with one class a sample
+    if not x.is_floating_point() or y.is_floating_point() or y.dim() != 1:
+        return data
+    # any model of classes has two
+    keys = {"name": "synthetic", "shape": [*x.shape[1:]], "classes": 2}
+    return DataConfig.model_validate(keys)
+
+
 def _make_small(config: Config) -> Config:
-    """Return the config of the run on the emulator: small batches, float32, random data."""
+    """Return the config of the run on the emulator: small batches, float32, random data unless only
+    the user's own function can make it.
+    """
     config, _ = replace_missing_data(config)
+    has_own_data = ":" in config.data.name and config.data.name != ENTRY
     keys = parse_yaml(dump_config(config), "rehearse")
     stages = config.stages
     count = len(stages) + 1 if isinstance(stages, list) else stages
     # enough to fill the pipeline; the emulator needs no more
     least = count if isinstance(count, int) else 2 * SAMPLES
-    samples = min(config.micro_batch_size, SAMPLES)
+    # a loader's batches have a size of their own
+    samples = config.micro_batch_size if has_own_data else min(config.micro_batch_size, SAMPLES)
     replicas = min(config.replicas, REPLICAS)
     accumulate = min(config.gradient_accumulation, max(least, 2))
     enough = 2 * UPDATES * samples * accumulate * replicas
-    keys["data"].update(subset=enough, test_subset=SAMPLES, validation=None)
+    if not has_own_data:
+        keys["data"].update(subset=enough, test_subset=SAMPLES, validation=None)
     keys.update(
         backend={"name": "emulator", "threads": config.backend.threads},
         precision="float32",
+        # this small run need not fit the hardware
         hardware=None,
         micro_batch_size=samples,
         gradient_accumulation=accumulate,
@@ -129,6 +161,7 @@ def _make_small(config: Config) -> Config:
         steps=UPDATES,
         evaluate={"every": 0},
         checkpoint={"every": 1},
+        # the user's callbacks may write elsewhere, or end the run
         callbacks=[],
     )
     known = {name: value for name, value in keys.items() if name in Config.model_fields}
@@ -140,6 +173,8 @@ def _try_out(config: Config) -> str:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         first = train(config, run, quiet=True)
+        # from the first update: after the last one the run is finished, and nothing would be
+        # resumed
         resumed = train(config, run, resume_from=1, quiet=True)
         export(run, Path(folder) / "model.safetensors")
     loss = first["final"]["train_loss"]
@@ -167,17 +202,19 @@ HEAD = (
 )
 
 
-def _format_stages(job: Job, cut: ConfigCut) -> list[str]:
+def _format_stages(job: PlannedJob, cut: ConfigCut) -> list[str]:
     """Format the predicted figures of each stage, then those of the whole pipeline."""
     problem, prediction, bottleneck = cut
     table = build_memory_table(job)
     forward = job.footprint.forward_flops
     backward = job.footprint.backward_flops or [0.0] * len(forward)
     names = job.partition.begin_names()
+    show = functools.partial(format_predicted, problem.hardware)
     rows = []
     for s, device in enumerate(prediction.candidate.placement):
         memory = prediction.memory[device]
         optimizer = "streamed" if problem.streamed else format_bytes(memory.optimizer)
+        # a footprint is of a microbatch, the table of a sample
         gflops = (forward[s] + backward[s]) / (1e9 * job.config.micro_batch_size)
         rows.append(
             [
@@ -191,8 +228,8 @@ def _format_stages(job: Job, cut: ConfigCut) -> list[str]:
                 optimizer,
                 format_bytes(memory.total),
                 f"{memory.total / problem.memory_bytes:.1%}",
-                f"{1e3 * prediction.costs.forward[s]:.3g}",
-                f"{1e3 * prediction.costs.backward[s]:.3g}",
+                show(1e3 * prediction.costs.forward[s]),
+                show(1e3 * prediction.costs.backward[s]),
             ]
         )
     name = problem.hardware.name
@@ -206,8 +243,9 @@ def _format_stages(job: Job, cut: ConfigCut) -> list[str]:
     lines += [
         *format_table(HEAD, rows, left=2, most=len(rows)),
         "total: with gradients and 20 % for code where the hardware file says so",
-        f"an update takes {1e3 * prediction.seconds:.4g} ms: {prediction.samples_per_second:.4g} "
-        f"samples/s, devices busy {prediction.utilization:.0%}, bubble and waiting "
+        f"an update takes {show(1e3 * prediction.seconds)} ms: "
+        f"{show(prediction.samples_per_second)} samples/s, devices busy "
+        f"{prediction.utilization:.0%}, bubble and waiting "
         f"{1 - prediction.utilization:.0%}",
         format_rate_confidence(problem.hardware),
         f"bottleneck: {bottleneck}",
@@ -250,7 +288,7 @@ def _list_changes(cut: ConfigCut) -> Iterator[tuple[Candidate, bool, str]]:
         yield (
             candidate,
             True,
-            "backend.ipu.tensor_locations.optimizer.on_chip=false and the planner's cut",
+            "backend.ipu.options.TensorLocations.setOptimizerLocation.useOnChipStorage=false and the planner's cut",
         )
     if not candidate.recompute:
         change = "recompute=true"
@@ -258,6 +296,7 @@ def _list_changes(cut: ConfigCut) -> Iterator[tuple[Candidate, bool, str]]:
     samples = candidate.micro_batch_size
     while samples > 1:
         samples //= 2
+        # the samples of an update stay, because the learning rate was chosen for them
         accumulate = candidate.global_batch_size // (samples * candidate.width)
         changed = replace(
             candidate,

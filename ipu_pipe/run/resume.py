@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
 import torch
-from torch import nn
 
 from ipu_pipe.backends.interface import POPTORCH_PREFIX, CheckpointState
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.compare import compare_deciding, list_length_dependent, select_deciding
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, locate_faults
 from ipu_pipe.job.evaluation import EvaluationResult
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import PlannedJob
 from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.randomness import restore_random_states
+from ipu_pipe.pipeline.flow import Flow
+from ipu_pipe.pipeline.state import SavedState, check_loss, check_tensors
 from ipu_pipe.refusals import show_in_config
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import compare_data
@@ -26,11 +27,12 @@ from ipu_pipe.store.checkpoint import Checkpoint
 from ipu_pipe.store.folder import read_starts
 from ipu_pipe.store.manifest import NEEDED
 from ipu_pipe.text import list_some
-from ipu_pipe.update.optimizer import import_state
+from ipu_pipe.update.optimizer import keeps_elementwise
 from ipu_pipe.update.rates import import_plateau
 
 # of the entries of a loss which is a module, among those of the optimizer in a checkpoint
 LOSS = "loss:"
+COMPLEX = (torch.complex64, torch.complex128)
 
 
 def join_loss(state: CheckpointState) -> CheckpointState:
@@ -52,7 +54,7 @@ def _split_loss(
 
 
 def make_manifest(
-    job: Job, position: Position, optimizer: Mapping[str, Any], callbacks: Sequence[Any]
+    job: PlannedJob, position: Position, optimizer: Mapping[str, Any], callbacks: Sequence[Any]
 ) -> dict[str, Any]:
     """Return the manifest of a checkpoint without its files.
 
@@ -83,9 +85,11 @@ def choose_step(folder: Path, step: int | None, option: str = "--resume-from") -
     return steps[-1] if step is None and steps else step or 0
 
 
-def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callbacks) -> Position:
-    """Load the checkpoint that `job` resumes from into its model, optimizer and callbacks, and
-    return its position.
+def restore(
+    job: PlannedJob, flow: Flow, out: Path, say: Callable[[str], None], callbacks: Callbacks
+) -> Position:
+    """Load the checkpoint that `job` resumes from into its flow and callbacks, and return its
+    position.
 
     Raise `BadInput` if the checkpoint belongs to another run, or is damaged.
     """
@@ -97,14 +101,12 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     # only the main process reads the data here, so its random states must not change
     with restore_random_states():
         run_on_main(lambda: check_run(job, out, saved))
-    with job.precision.put_masters_in_place(loads=True):
-        checkpoint.load_weights(job.model, saved.model, str(path))
-    names = {parameter: name for name, parameter in job.get_trained().items()}
-    tensors, loss_state = _split_loss(saved.optimizer)
-    import_state(job.optimizer, names, tensors, saved.manifest["optimizer"])
-    if loss_state:
+    state = convert_checkpoint(saved)
+    flow.load(state)
+    if state.loss:
         loss = get_user_loss(job.loss)
-        loss.load_state_dict({**loss.state_dict(), **loss_state})
+        # a checkpoint has the tensors of a loss alone (`join_loss`)
+        loss.load_state_dict({**loss.state_dict(), **state.loss})
     callbacks.load(saved.manifest.get("callbacks"))
     position = dict(saved.manifest["position"])
     # old checkpoints compare by test loss only
@@ -116,7 +118,17 @@ def restore(job: Job, out: Path, say: Callable[[str], None], callbacks: Callback
     return Position(**{**position, "initial": EvaluationResult(*position["initial"])})
 
 
-def check_run(job: Job, out: Path, saved: Checkpoint) -> None:
+def convert_checkpoint(saved: Checkpoint) -> SavedState:
+    """Return a checkpoint as a state of a pipeline, which drained there. The settings of its
+    optimizer are functions of the update.
+    """
+    step = saved.manifest["step"]
+    tensors, loss = _split_loss(saved.optimizer)
+    plain = saved.manifest["optimizer"]
+    return SavedState(saved.model, tensors, plain, loss, None, step, [step])
+
+
+def check_run(job: PlannedJob, out: Path, saved: Checkpoint) -> None:
     """Raise `BadInput` if the checkpoint in the run's folder `out`, from which `job` resumes,
     belongs to another run.
 
@@ -124,10 +136,11 @@ def check_run(job: Job, out: Path, saved: Checkpoint) -> None:
     """
     path = out / "checkpoints" / f"step-{job.done}"
     missing = [f"{key}: missing" for key in NEEDED if saved.manifest.get(key) is None]
+    # first, because the comparisons read these entries
     checkpoint.raise_first_faults(path / checkpoint.MANIFEST, missing)
-    checkpoint.raise_first_faults(
-        path, _compare_keys(job, saved.manifest, path) or _compare_tensors(job, saved, path)
-    )
+    checkpoint.raise_first_faults(path, _compare_keys(job, saved.manifest, path))
+    with locate_faults(path):
+        _check_state(job, convert_checkpoint(saved))
     written = saved.manifest.get("written_settings")
     if written:
         raise BadInput(
@@ -146,7 +159,7 @@ def check_run(job: Job, out: Path, saved: Checkpoint) -> None:
     )
 
 
-def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> list[str]:
+def _compare_keys(job: PlannedJob, manifest: Mapping[str, Any], path: Path) -> list[str]:
     """List the differences of the keys that decide the numbers, and the faults of the two runs'
     lengths.
     """
@@ -177,59 +190,32 @@ def _compare_keys(job: Job, manifest: Mapping[str, Any], path: Path) -> list[str
     return faults
 
 
-def _compare_tensors(job: Job, saved: Checkpoint, path: Path) -> list[str]:
-    """List the tensors whose dtype or shape differs from this run's; `load_weights` compares names
-    and shapes of weights.
+def _check_state(job: PlannedJob, state: SavedState) -> None:
+    """Raise `BadInput` if the tensors of a checkpoint do not fit this run's model, optimizer and
+    loss.
     """
-    with job.precision.put_masters_in_place():
-        state = job.model.state_dict()
-    wrapper = checkpoint.describe_wrapper(
-        state, saved.model, "resume with the model that the run was started with"
-    )
-    if wrapper:
-        return [f"model: {wrapper}"]
-    faults = [
-        f"model: {name}: is {_describe(value)}, this run has {_describe(state[name])}"
-        for name, value in saved.model.items()
-        if name in state and state[name].shape == value.shape and state[name].dtype != value.dtype
-    ]
-    parameters = job.get_trained()
-    is_poptorchs = any(f"/{POPTORCH_PREFIX}:" in key for key in saved.optimizer)
+    is_poptorchs = any(f"/{POPTORCH_PREFIX}:" in key for key in state.optimizer)
     if is_poptorchs and not job.config.backend.facts.loads_poptorch_state:
-        remedy = (
-            f"resume with that, or start a new run from its weights (init_from: "
-            f"{path / checkpoint.MODEL})"
+        raise BadInput(
+            "optimizer: its state is PopTorch's, which only backend.name poptorch can load: resume "
+            "with that, or start a new run from its weights (init_from)"
         )
-        return [
-            f"optimizer: its state is PopTorch's, which only backend.name poptorch can load: "
-            f"{remedy}"
-        ]
-    tensors, loss_state = _split_loss(saved.optimizer)
-    loss = get_user_loss(job.loss)
-    expected = loss.state_dict() if isinstance(loss, nn.Module) else {}
-    for name, value in loss_state.items():
-        if name not in expected or _describe(expected[name]) != _describe(value):
-            there = _describe(expected[name]) if name in expected else "no such state"
-            faults.append(f"loss: {name}: is {_describe(value)}, this run's loss has {there}")
-    for key, value in tensors.items():
-        name, _, entry = key.rpartition("/")
-        parameter = parameters.get(name)
-        if parameter is None:
-            faults.append(f"optimizer: {name}: the model has no parameter of that name")
-        # step counts have no dimension, and PopTorch's state has its own shapes
-        elif (
-            value.dim()
-            and value.shape != parameter.shape
-            and not entry.startswith(f"{POPTORCH_PREFIX}:")
-        ):
-            faults.append(
-                f"optimizer: {key}: is {_describe(value)}, the parameter is {_describe(parameter)}"
-            )
-    return faults
-
-
-def _describe(tensor: Any) -> str:
-    return f"{str(tensor.dtype).rpartition('.')[2]} {tuple(tensor.shape)}"
+    check_loss(state.loss, get_user_loss(job.loss))
+    # a checkpoint has the masters, of another type than the model's weights
+    with job.precision.put_masters_in_place():
+        check_tensors(state, job.model, job.get_trained(), keeps_elementwise(job.optimizer))
+        present = job.model.state_dict()
+    # a pipeline would convert them, and then a resumed run would differ from one that goes through
+    others = {
+        name: (value.dtype, present[name].dtype)
+        for name, value in state.model.items()
+        # complex numbers are saved as pairs
+        if name in present and present[name].dtype not in (value.dtype, *COMPLEX)
+    }
+    checkpoint.raise_first_faults(
+        "model",
+        [f"{name}: is {saved}, this run has {now}" for name, (saved, now) in others.items()],
+    )
 
 
 def read_data_record(out: Path) -> dict[str, Any]:

@@ -22,15 +22,15 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.files import replace_nonfinite
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import PlannedJob
 from ipu_pipe.job.stability import derive_recurrence, list_inapplicable
 from ipu_pipe.model.batch import call_model, clone_tensors, map_tensors
 from ipu_pipe.model.loss import Loss
 from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.restoring import restore_all
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.report.analysis.text import format_table
+from ipu_pipe.run.build import build
 from ipu_pipe.stability.advice import (
     StabilityMargin,
     StageDynamics,
@@ -88,14 +88,17 @@ def measure_curvature(
     x, y = batch
     parameters = [p for stage in stages for p in stage]
     generator = torch.Generator().manual_seed(seed)
+    # drawn on the CPU, so that a seed gives the same vector for every device
     start = [torch.randn(p.shape, generator=generator).to(p.device, p.dtype) for p in parameters]
 
     def compute_loss() -> torch.Tensor:
+        # a model may change its input in place, and the batch is used again
         return loss(call_model(model, clone_tensors(x)), y)
 
     with restore_all(model), _allow_second_derivatives():
         _fix_random_modules(model, x)
         try:
+            # once: every product of the iteration differentiates this gradient again
             gradient = _differentiate(compute_loss(), parameters, create_graph=True)
             value, v, done, residual = _iterate_power(
                 lambda v: _multiply_hessian(gradient, parameters, v), start, iterations, tolerance
@@ -105,6 +108,7 @@ def measure_curvature(
                 f"model: its curvature cannot be measured: {summarize(error)}: give it by "
                 f"--curvature"
             ) from error
+        # written so that it also refuses NaN
         if not value > 0:
             raise BadInput(
                 f"model: found no direction of positive curvature in {done} iterations; raise "
@@ -112,6 +116,7 @@ def measure_curvature(
                 " give it by --curvature"
             )
         squares = iter([float((part**2).sum()) for part in v])
+        # v has the parameters of one stage after those of another
         shares = tuple(sum(next(squares) for _ in stage) for stage in stages)
         discrepancy_value = (
             _measure_discrepancy(compute_loss, parameters, v) / value if discrepancy else None
@@ -201,6 +206,7 @@ def _measure_discrepancy(
 
     It is a central difference, with weights written in place between forward and backward.
     """
+    # in proportion to the weights: a shorter step would be lost in float32's rounding
     step = 1e-3 * float(sum((p.detach() ** 2).sum() for p in parameters)) ** 0.5
     weights = [p.detach().clone() for p in parameters]
 
@@ -214,6 +220,7 @@ def _measure_discrepancy(
                 p.data.add_(part, alpha=distance)
             gradient = _differentiate(value, parameters)
         finally:
+            # copied, because subtracting what was added would leave rounding errors
             for p, weight in zip(parameters, weights):
                 p.data.copy_(weight)
         return _compute_dot(gradient, v)
@@ -256,6 +263,7 @@ def analyze_run(config: Config, folder: Path, **options: Any) -> dict[str, Any]:
     checkpoints = folder / "checkpoints"
     # a given curvature is the same everywhere
     steps = list_steps(checkpoints) if options.get("curvature") is None else []
+    # step 0 has the initial weights, which are measured already
     for step in filter(None, steps):
         weights = InitFrom(path=str(checkpoints / f"step-{step}"))
         name = f"checkpoint of update {step}"
@@ -287,7 +295,7 @@ def _describe_point(weights: str, analysis: Mapping[str, Any]) -> dict[str, Any]
 
 
 def analyze_job(
-    job: Job,
+    job: PlannedJob,
     samples: int = 128,
     iterations: int = 100,
     seed: int = 0,
@@ -314,6 +322,7 @@ def analyze_job(
         if by_stage
         else [curvature or measured[0].value] * len(job.partition)
     )
+    # a curvature that was given says nothing of the discrepancy
     discrepancy = measured[0].discrepancy or 0.0 if measured else 0.0
     rates, rate_updates = _find_greatest_rates(job)
     stages = []
@@ -325,6 +334,7 @@ def analyze_job(
     shares: Sequence[float | None] = measured[0].shares if measured else [None] * len(stages)
     # the largest stable rate with the delays of all stages at once, which needs their shares
     whole = None
+    # a rate of 0 has no margin
     if measured and base:
         largest = find_largest_joint_rate(stages, measured[0].shares, base, measured[0].value)
         whole = {"rate": base, "largest_stable_rate": largest, "margin": largest / base}
@@ -341,10 +351,11 @@ def analyze_job(
     return stability
 
 
-def _choose_updates(job: Job) -> list[int]:
+def _choose_updates(job: PlannedJob) -> list[int]:
     """Return the updates after a warm-up at which the rate is evaluated: all, or `MOST_RATES`
     evenly spread ones.
     """
+    # a run may be shorter than its warm-up
     first = min(job.rules.switch, job.updates - 1)
     return sorted(
         {
@@ -356,7 +367,7 @@ def _choose_updates(job: Job) -> list[int]:
     )
 
 
-def _find_greatest_rates(job: Job) -> tuple[Floats, list[int]]:
+def _find_greatest_rates(job: PlannedJob) -> tuple[Floats, list[int]]:
     """Return the greatest rate of each stage, and the first update that has it."""
     updates = _choose_updates(job)
     rates = np.stack([job.rules.rates(k) for k in updates])  # (updates, stages)
@@ -364,17 +375,19 @@ def _find_greatest_rates(job: Job) -> tuple[Floats, list[int]]:
 
 
 def _measure(
-    job: Job, samples: int, iterations: int, seed: int, has_discrepancy: bool, by_stage: bool
+    job: PlannedJob, samples: int, iterations: int, seed: int, has_discrepancy: bool, by_stage: bool
 ) -> list[Curvature]:
     """Return the curvature of the whole model and, with `by_stage`, then of each stage."""
     if job.data.train_batches_per_epoch(samples) == 0:
         raise BadInput(f"--samples: {samples}: the training set has fewer samples")
     x, y = job.prepare_batch(job.data.train_batch(0, 0, samples))
     if job.config.precision == "bfloat16":
+        # bfloat16 rounds by nearly the tolerance of the residual
         job.model.float()
         x = map_tensors(lambda t: t.float() if t.is_floating_point() else t, x)
     parameters: list[list[nn.Parameter]] = [[] for _ in job.partition.stages]
     for group in job.full_optimizer.param_groups:
+        # by the optimizer's groups, since frozen weights do not move
         parameters[group["stage"]] += group["params"]
     curvatures = [
         measure_curvature(
@@ -399,7 +412,7 @@ def _measure(
 
 
 def _describe_curvature(
-    job: Job,
+    job: PlannedJob,
     measured: Sequence[Curvature],
     configured: float | None,
     samples: int,

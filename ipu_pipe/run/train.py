@@ -20,15 +20,16 @@ from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import parse_path
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.job.overrides import Overrides
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import PlannedJob
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
-from ipu_pipe.pipeline.build import build, set_up
+from ipu_pipe.pipeline.build import set_up
 from ipu_pipe.pipeline.optimizer import MODES, OptimizerHandle
 from ipu_pipe.report.provenance import fingerprint_data
+from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import Callback, make_callbacks, require_supported_callbacks
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
@@ -105,6 +106,7 @@ def train(
     out = parse_folder(out)
     if model is not None:
         OptimizerHandle.require_unshared(model)
+    # before anything asks which rank this is
     launch(
         config, {"out": out, "resume": resume, "resume_from": resume_from, "overwrite": overwrite}
     )
@@ -117,12 +119,15 @@ def train(
     config = objects.describe_in(config)
     say = Progress(quiet or not is_main()).say
     attempt = read_launch().attempt
+    # a launcher repeats the command as it was: an `overwrite` in it would delete what was trained
+    # so far
     if attempt and run_on_main(lambda: is_restarted(out)):
         say(f"restart {attempt} by the launcher: {out}: the run continues")
         resume = True
         resume_from = None
         overwrite = False
     resume = resume or resume_from is not None
+    # locked before the start is read from it, because another run may be writing there
     with reserve_folder(out, resume=resume, overwrite=overwrite, say=say), restore_modes(
         *filter(None, [model])
     ):
@@ -144,6 +149,7 @@ def train(
                 _fingerprint(job, out, start)
             return TrainingLoop(job, out, start.resumes, overwrite, quiet, run_callbacks).run_all()
         finally:
+            # also after a fault: the model is the caller's
             job.precision.give_back(keep_dtype)
 
 
@@ -162,7 +168,7 @@ def _require_kinds(objects: Overrides) -> None:
     )
 
 
-def _require_one_set_of_weights(job: Job) -> None:
+def _require_one_set_of_weights(job: PlannedJob) -> None:
     """Raise `BadInput` for an optimizer that must be switched before an evaluation, which only a
     loop of the user's own does.
     """
@@ -175,7 +181,7 @@ def _require_one_set_of_weights(job: Job) -> None:
             )
 
 
-def _fingerprint(job: Job, out: Path, start: _Start) -> None:
+def _fingerprint(job: PlannedJob, out: Path, start: _Start) -> None:
     """Put the fingerprints of the data into the job. Raise `BadInput` if a resumed run had other
     data.
     """
@@ -256,11 +262,12 @@ class _Start(NamedTuple):
     resumes: bool = False
 
 
-def _build(start: _Start, objects: Overrides) -> Job:
+def _build(start: _Start, objects: Overrides) -> PlannedJob:
     """Build the job of a start; its checkpoint, if any, replaces the run's initial weights."""
     began = start.config.init_from
     config = start.config.model_copy(update={"init_from": None if start.done else began})
     job = build(config, done=start.done, **objects._asdict())
+    # the record must still say where the run began
     job.config = job.config.model_copy(update={"init_from": began})
     return job
 
@@ -294,6 +301,7 @@ def _find_start(
     if changes.refused:
         raise BadInput([f"--resume: {saved}: {change}" for change in changes.refused])
     done = choose_step(out / "checkpoints", step)
+    # a finished run goes on if it is to be longer, or from an older checkpoint
     ended = read_summary(out) if step is None and not changes.longer else None
     for change in changes.free if ended is None else ():
         say(f"the run continues with another {change}")
@@ -304,6 +312,7 @@ def evaluate_checkpoint(config: Config, path: str | Path) -> dict[str, Any]:
     """Return test loss and metrics of the weights in a checkpoint folder or a plain state dict."""
     path = parse_path(path, "--evaluate")
     with attribute_faults(lambda: "before evaluation"):
+        # the weights to evaluate replace those, whose file may be gone
         setup = set_up(config.model_copy(update={"init_from": None}))
     with setup.precision.put_masters_in_place(loads=True):
         checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
@@ -317,6 +326,7 @@ def evaluate_checkpoint(config: Config, path: str | Path) -> dict[str, Any]:
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (lambda value: isinstance(value, nn.Module), "a torch.nn.Module"),
     "data": (
+        # a protocol's isinstance looks for attributes alone, and a class has them as its objects do
         lambda value: isinstance(value, DataSource) and not isinstance(value, type),
         "a DataSource, such as the result of ipu_pipe.from_loader(train, test)",
     ),

@@ -6,7 +6,7 @@ and messages that share a link follow one another.
     _EagerPlayer       every device continues as soon as it can
     _LockstepPlayer    all devices begin each slot together (PopTorch's pipelines)
 
-From these follow `estimate_run_time` (the time of a whole run, extrapolated if long),
+From these follow `time_updates` (when updates are made, extrapolated if there are many),
 `compute_bubbles` and `compute_busy_share`. With unit costs the clock gives back the slots:
 
     clock(schedule, make_slot_costs(schedule)).start[Kind.FORWARD]  ==  schedule.slots(Kind.FORWARD, 0, M)
@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Iterable, NamedTuple, Sequence
 
@@ -137,6 +137,17 @@ def make_slot_costs(schedule: Schedule) -> Costs:
     )
 
 
+def make_pass_costs(schedule: Schedule, placement: Sequence[int]) -> Costs:
+    """Return the costs at which each pass takes 1, the halves of a split backward half of that, and
+    messages and updates nothing. `placement`: the device of each stage.
+    """
+    passes = [1.0] * schedule.stages
+    # stages that share a device, and halves of passes, run at other times than their slots
+    has_slots = Kind.BACKWARD in schedule.passes and schedule.device_of_stage == tuple(placement)
+    slot = float(schedule.slot_capacity) if has_slots else 0.0
+    return Costs(passes, passes, [0.0] * schedule.stages, slot=slot)
+
+
 class Times(NamedTuple):
     """The start and end of each action by kind, (P, M) for passes and (P, updates) for updates; the
     busy time of each link.
@@ -161,6 +172,7 @@ def clock(
     of its stages in the order of their slots.
     """
     count = schedule.microbatches if microbatches is None else microbatches
+    # PopTorch's pipelines wait for one another in every slot; processes and GPUs do not
     discipline = _LockstepPlayer if costs.lockstep else _EagerPlayer
     player = discipline(schedule, costs, count, tuple(placement) or schedule.device_of_stage)
     player.play()
@@ -176,33 +188,30 @@ def time_first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatA
     return np.array(player.updates, np.float64)[:, :updates, 1]
 
 
-def estimate_run_time(
-    schedule: Schedule, costs: Costs, microbatches: int, placement: Sequence[int] = ()
-) -> float:
-    """Return the time of `microbatches`; `placement` as in `clock`.
+def time_updates(schedule: Schedule, costs: Costs, placement: Sequence[int] = ()) -> FloatArray:
+    """Return the time at which all stages have made each update of a schedule, (updates,);
+    `placement` as in `clock`.
 
-    A long run is played only at its beginning, and extrapolated on the line through half and all of
-    that.
+    Of a long schedule the beginning is played; the rest continues at the pace of its second half.
     """
-    N = schedule.accumulate
-    scheduled = min(schedule.microbatches, microbatches)
-    played = max(MOST_SIMULATED // schedule.stages, 8 * schedule.stages, 4 * N) // (2 * N) * 2 * N
-    if scheduled <= played:
-        # the schedule may be one batch, which the run repeats
-        return clock(schedule, costs, scheduled, placement).finish * (microbatches / scheduled)
-    times = clock(schedule, costs, played, placement)
-    half = _find_finish(times, played // 2, N)
-    whole = times.finish
-    return whole + (microbatches - played) * (whole - half) / (played - played // 2)
+    ends, pace = _play_beginning(schedule, costs, placement)
+    rest = schedule.microbatches // schedule.accumulate - len(ends)
+    return np.concatenate([ends, ends[-1] + pace * np.arange(1, rest + 1)])
 
 
-def _find_finish(times: Times, count: int, accumulate: int) -> float:
-    """Return the time at which the first `count` microbatches are complete."""
-    ends = [
-        end[:, : count // accumulate if kind is Kind.UPDATE else count]
-        for kind, end in times.end.items()
-    ]
-    return max(float(end.max()) for end in ends if end.size)
+def _play_beginning(
+    schedule: Schedule, costs: Costs, placement: Sequence[int]
+) -> tuple[FloatArray, float]:
+    """Return the times of the first updates, as `time_updates`, and the time from each later one to
+    the next.
+    """
+    P, N = schedule.stages, schedule.accumulate
+    # long enough for several times the pipeline to fill
+    count = min(schedule.microbatches // N, max(MOST_SIMULATED // P, 8 * P, 4 * N) // N)
+    ends = clock(schedule, costs, count * N, placement).end[Kind.UPDATE].max(axis=0)
+    half = count // 2
+    # the slope between half and all leaves out the time to fill
+    return ends, float(ends[-1] - ends[half]) / max(count - 1 - half, 1)
 
 
 def compute_busy_share(schedule: Schedule, placement: Sequence[int]) -> float:
@@ -211,12 +220,11 @@ def compute_busy_share(schedule: Schedule, placement: Sequence[int]) -> float:
     """
     if tuple(placement) == schedule.device_of_stage:
         return schedule.busy_share()
-    # stages that share a device run later than their slots
-    costs = replace(make_slot_costs(schedule), slot=0.0)
-    busy = schedule.microbatches * (sum(costs.forward) + sum(costs.backward))
-    return busy / (
-        estimate_run_time(schedule, costs, schedule.microbatches, placement) * len(set(placement))
-    )
+    # an open schedule has more updates than an array of their times could hold
+    ends, pace = _play_beginning(schedule, make_pass_costs(schedule, placement), placement)
+    rest = schedule.microbatches // schedule.accumulate - len(ends)
+    busy = 2.0 * schedule.stages * schedule.microbatches
+    return busy / ((float(ends[-1]) + pace * rest) * len(set(placement)))
 
 
 class Bubbles(NamedTuple):
@@ -307,6 +315,7 @@ class _Player:
         ]
         self.link_busy: dict[str, float] = {}
         # by stage and update: the last passes that it still waits for
+        # with rows from a file the microbatches of a batch may end in any order
         self._missing = [
             [schedule.accumulate] * (1 + microbatches // schedule.accumulate) for _ in range(P)
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 # are colour-blind
 COLOURS: dict[str, tuple[str, str]] = {
     "forward": ("#0072b2", "#3f9bdc"),
-    "compute": ("#0072b2", "#3f9bdc"),
+    "compute": ("#56656f", "#a3b1bb"),
     "recompute": ("#56b4e9", "#8fd0f7"),
     "backward": ("#e69f00", "#f0b43c"),
     "input gradient": ("#d55e00", "#ef7d33"),

@@ -7,8 +7,9 @@ stage 1  .    F0   B0*  F1    B1*  F2        * an update
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from html import escape
+from html import escape, unescape
 from typing import Callable, DefaultDict, List, Protocol, Sequence, Tuple
 
 import numpy as np
@@ -28,6 +29,17 @@ MOST_MICROBATCHES = 20
 ReadVersions = Callable[[int, int], Tuple[IntArray, IntArray]]
 # (device, slot) -> the spans in it
 Cells = DefaultDict[Tuple[int, int], List[str]]
+
+_TAG = re.compile("<[^>]*>")
+# The slider fades what comes after its slot, and the button moves it. Where no script may run, as in a
+# notebook on a web page of others, the whole table is seen.
+_PLAYER = (
+    '<div><button type="button" onclick="const s=this.nextElementSibling;clearInterval(s.timer);s.value=0;'
+    "s.timer=setInterval(()=>{s.oninput();if(+s.value>=+s.max)clearInterval(s.timer);else s.value++},300)"
+    '">play</button> <input type="range" min="0" max="LAST" value="LAST" aria-label="slot" '
+    "oninput=\"for(const row of this.parentElement.parentElement.querySelectorAll('tr'))"
+    '[...row.cells].forEach((cell,i)=>cell.style.opacity=i>+this.value+1?0.15:1)"></div>'
+)
 
 
 class Drawable(Protocol):
@@ -70,10 +82,16 @@ def draw_html(schedule: Drawable, read_versions: ReadVersions | None = None) -> 
     slots = range(min(schedule.slot_count, MOST_SLOTS))
     cells = _fill_cells(schedule, len(slots), read_versions)
     row_name = "stage" if len(devices) == schedule.stages else "device"
-    lines = [_write_row("th", "slot", [str(slot) for slot in slots])]
-    for device in devices[:MOST_ROWS]:
-        contents = ["".join(cells[device, slot]) or "&middot;" for slot in slots]
-        lines.append(_write_row("td", f"{row_name} {device}", contents))
+    rows = {
+        f"{row_name} {device}": ["".join(cells[device, slot]) or "&middot;" for slot in slots]
+        for device in devices[:MOST_ROWS]
+    }
+    # slots are equally wide, as they take equally long
+    width = max(
+        (len(unescape(_TAG.sub("", cell))) for row in rows.values() for cell in row), default=1
+    )
+    lines = [_write_row("th", width, "slot", [str(slot) for slot in slots])]
+    lines += [_write_row("td", width, label, contents) for label, contents in rows.items()]
     notes = [_describe(schedule)]
     more_slots = schedule.slot_count - len(slots)
     more_rows = len(devices) - MOST_ROWS
@@ -82,9 +100,10 @@ def draw_html(schedule: Drawable, read_versions: ReadVersions | None = None) -> 
     if more_rows > 0:
         notes.append(f"{more_rows} more {row_name}s")
     return (
-        '<div style="overflow-x:auto"><table style="border-collapse:collapse;color:inherit;font:12px monospace">'
+        '<div><div style="overflow-x:auto"><table style="border-collapse:collapse;color:inherit;font:12px monospace">'
         + "".join(lines)
-        + f"</table></div><div>{_write_legend(schedule, read_versions is not None)}{escape('; '.join(notes))}</div>"
+        + f"</table></div>{_PLAYER.replace('LAST', str(len(slots) - 1))}"
+        + f"<div>{_write_legend(schedule, read_versions is not None)}{escape('; '.join(notes))}</div></div>"
     )
 
 
@@ -122,8 +141,10 @@ def _fill_cells(schedule: Drawable, end: int, read_versions: ReadVersions | None
     return cells
 
 
-def _write_row(tag: str, label: str, contents: Sequence[str]) -> str:
-    cell = f'<{tag} style="padding:1px;text-align:left;white-space:nowrap">'
+def _write_row(tag: str, width: int, label: str, contents: Sequence[str]) -> str:
+    # two spans have a padding of 6 pixels each
+    style = f"padding:1px;text-align:left;white-space:nowrap;min-width:calc({width}ch + 12px)"
+    cell = f'<{tag} style="{style}">'
     row = "".join(f"{cell}{content}</{tag}>" for content in contents)
     return f'<tr><th scope="row" style="white-space:nowrap;text-align:left">{escape(label)}</th>{row}</tr>'
 

@@ -184,6 +184,8 @@ class Method:
     rounds: replicas have their own weights.
     one_version: all stages read one version for a microbatch, so that several stages may use one
     weight.
+    holder_decides: so may those of an asynchronous method: all uses of a weight read, in both
+    passes of a microbatch, the version that the forward of its first stage reads.
     order: settings of a pipeline that is given by each device's order of passes.
     """
 
@@ -202,6 +204,7 @@ class Method:
     history: History | None = None
     rounds: Rounds | None = None
     one_version: bool = False
+    holder_decides: bool = False
     order: Order | None = None
 
     @property
@@ -223,7 +226,7 @@ class Method:
         """The reason why all uses of a weight must be in one stage, with remedies; None if they
         need not be.
         """
-        if self.one_version:
+        if self.one_version or self.holder_decides:
             return None
         why = "stages may read different versions of it, so that it would have two delays"
         if self.structure is not None:
@@ -233,7 +236,14 @@ class Method:
         others = ", ".join(
             name for name, method in METHODS.items() if method.one_version and method.order is None
         )
-        return f"with {self.name} {why}: cut elsewhere, untie them, or use method {others}"
+        tied = f", {Argument('method_args', {'tied': 'holder'})}" if self.can_share_weights else ""
+        return f"with {self.name} {why}: cut elsewhere, untie them, or use method {others}{tied}"
+
+    @property
+    def can_share_weights(self) -> bool:
+        """Whether both passes of a microbatch read one version, which a first stage may decide."""
+        keeps = self.backward_reads is Reads.STASHED and self.delay is None and not self.predicts
+        return self.is_pipeline and keeps
 
     def accumulate_for(self, stages: int, microbatches: int) -> int:
         """Return the default N, the microbatches per update."""
@@ -495,7 +505,8 @@ def require_known_methods(names: Iterable[str], key: str) -> None:
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
     """Return the method `name` with its axes changed by `args`.
 
-    Keys of `args`: `schedule` 1f1b|1f1b_capped|dataflow, `turn` 0|1, `stash` true|false, `hogwild`
+    Keys of `args`: `tied` holder,
+    `schedule` 1f1b|1f1b_capped|dataflow, `turn` 0|1, `stash` true|false, `hogwild`
     {mean, max}, `constant_delay` {updates}, `recompute` {segments}, the keys of ORDER_KEYS, and the
     keys in METHOD_OF_KEY. None means not given. Other keys belong to update rules and are ignored.
     The config has checked the types of the values. Raise `BadInput` for an unknown name, and for
@@ -509,6 +520,20 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         if args.get(key) is not None
     }
     raise_faults(_find_misfits(method, settings))
+    method = _resolve_settings(method, settings)
+    if args.get("tied") is None or method.one_version:
+        return method
+    if not method.can_share_weights:
+        raise BadInput(
+            f"{_format_key('tied')}: {show_value(args['tied'])}: with {method.name} the passes of "
+            f"a microbatch do not read one version: leave it out, or use pipedream or "
+            f"{Argument('method_args', {'stash': True})}"
+        )
+    return replace(method, holder_decides=True)
+
+
+def _resolve_settings(method: Method, settings: dict[str, Any]) -> Method:
+    """Return the method with the axes and settings that fit it."""
     if method.order is not None:
         return replace(method, order=replace(method.order, **settings))
     method = _set_order(method, settings)

@@ -42,6 +42,7 @@ def make_device_rows(method: Method, stages: int, microbatches: int) -> DeviceRo
         return _read_file(order.file, stages, microbatches)
     generated = microbatches
     # generate whole rounds and leave out the last microbatches
+    # the order repeats only in whole rounds of devices
     if not method.flushes:
         generated = -(-microbatches // get_period(order, stages)) * get_period(order, stages)
     rows = ORDERS[method.pipeline](order, stages // order.stages_per_device, generated)
@@ -153,6 +154,7 @@ def _alternate(
     device 1  warm-up F      then F I F I W F I W I W W     W delayed by 1
     device 2  no warm-up          F I F I F I W F I W W W   W delayed by 2
     """
+    # with one stage a device there is nothing to interleave, and any number of microbatches fits
     rounds = max(M // P, 1) if v > 1 else 1
     if M % rounds:
         raise BadInput(
@@ -166,6 +168,7 @@ def _alternate(
         stages = [k // group % v * P + d for k in range(v * M)]
         # backwards visit a device's stages in the opposite order
         stages_back = [(v - 1) * P + 2 * d - stage for stage in stages]
+        # early devices have room to begin more, since their first backward comes last
         early = extra * (P - 1 - d) // max(P - 1, 1)
         warm_up = (v - 1) * group + ahead * (P - 1 - d) + early
         delay = (v - 1) * group + ahead * d + extra - early
@@ -208,6 +211,7 @@ def v_half(order: Order, P: int, M: int) -> Rows:
     device 2  .  .  F0 F1 F2 f0 .  f1 .  f2 i0 w0 i1 I0 i2 I1 W0 I2 w1 W1 w2 W2 .
     device 3  .  .  .  F0 f0 F1 f1 F2 f2 .  .  i0 I0 i1 I1 i2 I2 w0 W0 w1 W1 w2 W2
     """
+    # with an even number of devices two blocks would meet in one slot (Qi et al. 2024)
     gap = 0 if P % 2 else 3
     return _repeat_blocks(
         [[2 * d, 3 * P - d - 2, 3 * P + gap + 2 * d - 1, 6 * P + gap - d - 2] for d in range(P)],
@@ -224,6 +228,7 @@ def v_min(order: Order, P: int, M: int) -> Rows:
     device 2  .  .  F0 F1 .  f0 .  f1 .  .  i0 w0 F2 I0 W0 .  i1 f2 w1 I1 W1 .  i2 w2 .  I2 W2 .  .
     device 3  .  .  .  F0 f0 F1 f1 .  .  .  .  i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 .  .  i2 I2 w2 W2 .  .
     """
+    # with a multiple of three devices two blocks would meet in one slot (Qi et al. 2024)
     gap = 0 if P % 3 else 2
     return _repeat_blocks(
         [[d, 2 * P - d - 1, 2 * P + gap + d, 4 * P + gap - d - 1] for d in range(P)],
@@ -251,6 +256,7 @@ def _repeat_blocks(blocks: list[list[int]], M: int) -> Rows:
             if slot in planned:
                 kind, stage = planned[slot]
                 row.append((kind, stage))
+                # its products exist from the input gradient on, and nobody waits for it
                 delayed += [(W, stage)] if kind is I else []
             elif delayed:
                 row.append(delayed.pop(0))
@@ -322,6 +328,7 @@ def dualpipe_v(order: Order, P: int, M: int) -> Rows:
     device 0  F0 F1 F2 f0 i0 w0 f1 F3 b1 =  f2 B0 =  b2 =  f3 .  B1 =  b3 =  I2 W2 I3 W3
     device 1  .  F0 f0 F1 f1 F2 b0 =  f2 B0 =  F3 b1 =  f3 B1 =  b2 =  B2 =  i3 I3 w3 W3
     """
+    # with fewer the two directions never meet
     if M < 2 * P:
         raise BadInput(
             f"accumulate: {M}: dualpipe_v needs at least as many microbatches as stages, {2 * P}"

@@ -91,6 +91,7 @@ class Plan:
 
     def has_room(self, device: int, count: int = 1) -> bool:
         """Return whether the device may hold the activations of `count` more forwards."""
+        # sums of shares may exceed the limit by rounding alone
         return self.activations[device] + count <= self.limit + 1e-9
 
     def find_slack(self, device: int) -> float:
@@ -103,6 +104,7 @@ class Plan:
         ready = self.find_ready(kind, stage)
         assert ready is not None, (kind, stage)
         begin = max(ready, self.free_at[device])
+        # the wait before a device's first forward belongs to the pipeline, not to the plan
         if self.rows[device]:
             self.waited[device] += begin - self.free_at[device]
         self.free_at[device] = begin + self.duration[kind]
@@ -158,6 +160,7 @@ def _find_best(
     fill(plan, answers): adds all passes. The waits of each plan are the next one's `earlier_waits`
     as long as that helps.
     """
+    # the paper's heuristic tries every combination too: no single one is best for all durations
     best: Plan | None = None
     for answers in product((True, False), repeat=choices):
         earlier_waits: Sequence[float] = ()

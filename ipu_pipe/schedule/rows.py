@@ -53,6 +53,7 @@ def play_slots(
     """
     slot = 0
     while True:
+        # what ends in this slot may be needed from the next one on, not before: all choose first
         actions = [action for device in range(devices) for action in choose(device)]
         if not actions:
             return slot
@@ -116,6 +117,7 @@ def from_rows(
     )
     actions = [_parse_row(device, row, placement) for device, row in enumerate(rows)]
     stretch = lay_out(DeviceRows(actions, placement), slot_holds is SlotHolds.BOTH)
+    # the schedule's usual placement is left out, so that equal schedules have equal fields
     shared = () if placement == tuple(range(len(rows))) else placement
     return Schedule(
         len(placement), stretch.microbatches, accumulate, slot_holds, (stretch,), placement=shared
@@ -137,6 +139,8 @@ def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
             for action in row
             if action.kind is Kind.BACKWARD
         }
+        # whole backwards among split ones become both halves, which the slots need to be counted
+        # alike
         rows = [[half for action in row for half in _halve(action)] for row in rows]
     slots = _find_earliest_slots(device_rows._replace(rows=rows), both, whole)
     slots_by_kind = {
@@ -149,6 +153,7 @@ def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
         for kind in passes
     }
     is_whole = np.zeros((len(placement), microbatches), np.bool_)
+    # reshape keeps two columns when there is none
     is_whole[tuple(np.array(sorted(whole), np.int64).reshape(-1, 2).T)] = True
     find = LaidOut(slots_by_kind)
     marks = is_whole if whole else None
@@ -209,6 +214,7 @@ def read_csv(name: str) -> DeviceRows:
                     int(match.group(3)),
                     int(match.group(1)),
                 )
+                # only the first cell decides where a stage is, so that one slip is one fault
                 if device_of.setdefault(action.stage, device) != device:
                     faults.append(
                         f"{where}: stage {action.stage} is on the device of row "
@@ -223,6 +229,7 @@ def read_csv(name: str) -> DeviceRows:
     stages = 1 + max(device_of, default=-1)
     faults += [
         f"{name}: stage {stage}: is on no device"
+        # a slip such as stage 999999999 must not list as many faults
         for stage in range(min(stages, 10_000))
         if stage not in device_of
     ]
@@ -368,6 +375,7 @@ def _require_complete(device_rows: DeviceRows) -> tuple[int, tuple[Kind, ...]]:
                 )
                 if times[action] != count
             ]
+            # a file with a column too few has a fault for each microbatch
             if len(faults) > 20:
                 raise BadInput(faults)
     raise_faults(faults)
@@ -416,6 +424,7 @@ def _find_earliest_slots(
 
     play_slots(len(rows), choose, complete)
     if any(index < len(row) for index, row in zip(next_index, rows)):
+        # a message that says only "deadlock" leaves the reader with thousands of cells
         cycle = _find_cycle(rows, placement, next_index, slots)
         raise BadInput(
             f"{device_rows.locate(cycle[0][0])}the schedule cannot run: {_describe_cycle(cycle)}"
@@ -523,6 +532,7 @@ def _draw_row(schedule: Schedule, stages: Sequence[int], first_slot: int, end: i
                 for is_second, cell, updated in zip(second_slots, cells, updates)
             ]
         )
+    # a device's two passes of a slot are drawn in the order in which they run
     slots = (
         sorted(filter(None, cells), key=lambda cell: cell[0] != "F") for cells in zip(*columns)
     )

@@ -52,6 +52,7 @@ class LaidOut:
         if self.middle is None:
             return self.tables[kind][stages, m]
         begin, span, period, most = self.middle
+        # before the middle there is no round, and after it all of them
         rounds = np.clip((m - begin[kind][stages[:, 0]]) // period, 0, most)
         return self.tables[kind][stages, m - rounds * period] + rounds * span
 
@@ -95,6 +96,7 @@ class Stretch:
         """
         assert isinstance(self.find, LaidOut) and len(self.ordered) == len(self.passes)
         tables = self.find.tables
+        # half-way the pipeline has filled and has not begun to drain
         first = self.microbatches // 2
         cut, end = tables[Kind.FORWARD][0, [first, first + period]].tolist()
         begin = {k: (t < cut).sum(axis=1, keepdims=True) for k, t in tables.items()}
@@ -130,6 +132,7 @@ class Stretch:
     def list_ends(self, stages: int) -> IntArray:
         """List the first and the last microbatches; between them nothing new happens."""
         size = self.microbatches
+        # a table may have anything anywhere, a formula has its pieces near the ends
         is_table = isinstance(self.find, LaidOut) and self.find.middle is None
         reach = size if is_table else 4 * stages + 8
         return np.unique(np.clip([*range(reach), *range(size - reach, size)], 0, size - 1))
@@ -177,6 +180,7 @@ def count_before(
 ) -> IntArray:
     """Count the `kind` on each stage (P, n) before the slots `slot`, (n,) or (P, n)."""
     lowest = int(slot.min())
+    # most windows lie in one stretch of thousands
     past = [stretch for stretch in stretches if stretch.end_slot <= lowest]
     running = [s for s in stretches if s.end_slot > lowest and s.first_slot < slot.max()]
     done = sum(stretch.repeats * stretch.microbatches for stretch in past)

@@ -62,6 +62,7 @@ def make_schedule(
     turn = method.turn if stages > 1 else 0
     # check the drains, also for methods that ignore them
     _split_at_drains(drains, microbatches, accumulate)
+    # a short run may end within its warm-up
     warm = min(synchronous, microbatches)
     if warm % accumulate and warm < microbatches:
         raise BadInput(f"synchronous: {warm}: must be a multiple of accumulate ({accumulate})")
@@ -170,6 +171,7 @@ def _split_at_drains(
         if drain % accumulate or not 0 <= drain <= microbatches
     ]
     raise_faults(faults)
+    # a drain at the start or the end is where the pipeline is empty anyway
     edges = sorted({0, microbatches, *drains})
     sizes = (last - first for first, last in zip(edges, edges[1:]))
     return [(size, len(list(equal))) for size, equal in groupby(sizes)]

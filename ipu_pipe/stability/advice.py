@@ -79,6 +79,7 @@ def compute_margins(stages: Sequence[StageDynamics]) -> list[StabilityMargin]:
         remedies = []
         for name, change in CHANGES.items():
             changed = change(stage.updates)
+            # a rule that changes nothing on this stage is no remedy
             if changed is not None and changed != (stage.updates, 1.0):
                 recurrence, rate_factor = changed
                 limit = find_limit(recurrence, stage.curvature)

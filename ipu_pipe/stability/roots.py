@@ -62,6 +62,7 @@ class LoopGain:
         """
         multiplicities: Counter[float] = Counter()
         for term in self.terms:
+            # the union of two Counters takes the greater count of each pole
             multiplicities |= Counter(term.poles)
         return tuple(multiplicities.elements())
 
@@ -77,6 +78,7 @@ class LoopGain:
         close to z = 1.
         """
         radius, angle = np.broadcast_arrays(radius, angle)
+        # cos(angle) - 1 = -2 sin(angle / 2)^2, which does not cancel near 0
         half = np.sin(angle / 2)
         z_minus_one = radius - 1 - 2 * radius * half * half + 1j * radius * np.sin(angle)
         total = np.zeros(angle.shape, np.complex128)

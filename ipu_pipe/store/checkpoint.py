@@ -152,11 +152,14 @@ def finish_step(
     unfinished = _name_unfinished(folder, step)
     manifest = {"sha256": _NO_HASH, "schema": SCHEMA, "step": step, **entries, "files": dict(files)}
     (unfinished / MANIFEST).write_text(_insert_hash(json.dumps(manifest, indent=1) + "\n"))
+    # before the rename, which may otherwise reach the disk first and name a folder of empty files
     for path in (unfinished / MANIFEST, unfinished):
         _flush(path)
+    # os.replace refuses to replace a folder that has files
     if final.exists():
         delete_steps(folder, [step])
     os.replace(unfinished, final)
+    # a new name is on disk only with the folder that lists it
     for path in (folder, folder.parent):
         _flush(path)
     return final
@@ -318,6 +321,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     path = find_newest(path)
     if os.path.isdir(path):
         return _read_files(path, "model", read_manifest(path, resumes=False))
+    # a file that is named itself may belong to a checkpoint, which has its hash
     if _FILE.fullmatch(path.name) and os.path.isfile(path.parent / MANIFEST):
         read_manifest(path.parent, resumes=False)
     return read_tensors(path)
@@ -330,6 +334,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     Raise `BadInput` if the file has other contents, or if this version of torch might run its code.
     """
     try:
+        # tried alone, because a reader of a format would call a missing file a wrong one
         open_file(path).close()
     except FileNotFoundError:
         raise BadInput(f"{path}: no such file") from None
@@ -473,6 +478,7 @@ def _match_weights(
         elif name in tensors and tensors[name].is_complex() and not state[name].is_complex():
             left_out[name] = "is complex, the model's is real"
     fitting = {name: value for name, value in tensors.items() if name not in left_out}
+    # a file of which nothing fits is of another model, whatever was allowed
     if strict or not fitting:
         wrapper = describe_wrapper(state, saved)
         if wrapper:
@@ -519,6 +525,7 @@ def _find_prefix(state: Mapping[str, Any], tensors: Mapping[str, Any]) -> str:
     """Return the prefix of all names without which a name is one of the model's; "" if there is
     none.
     """
+    # a wrapper prefixes all names, so that none would be right
     if any(name in state for name in tensors):
         return ""
     for name in tensors:

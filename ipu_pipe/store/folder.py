@@ -49,6 +49,7 @@ def lock_folder(folder: Path, say: Callable[[str], None] = print) -> Iterator[No
     locks.
     """
     descriptor = None
+    # noted before they are made: a refused run leaves no empty folders
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with guard_writing(f"--out: {folder}", kind=BadInput):
@@ -96,6 +97,7 @@ def _lock(file: Path) -> int | None:
                 raise _describe_holder(file.parent) from None
             if error.errno not in NO_LOCKS:
                 raise
+            # a file that locks nothing would stay behind
             file.unlink()
             return None
     return None

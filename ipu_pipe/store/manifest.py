@@ -84,6 +84,7 @@ def list_manifest_faults(manifest: Mapping[str, Any]) -> List[str]:
     faults = [
         f"files: {show(name)}: must be the name of a file in the checkpoint's folder"
         for name in manifest.get("files", {})
+        # a name with a folder in it could lead out of the checkpoint
         if name in ("", ".", "..") or os.path.basename(name) != name
     ]
     plateau = (manifest.get("position") or {}).get("plateau")

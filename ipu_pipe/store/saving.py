@@ -65,6 +65,7 @@ class Saver:
         # callbacks and optimizers may hand over lists and dicts that they go on changing
         with checkpoint.guard_step(self._folder, step):
             entries, plain = json.loads(json.dumps([dict(entries), state.plain]))
+        # the next updates write into the tensors while the files are written
         state = CheckpointState(_copy(state.model), _copy(state.optimizer), plain)
         self._thread = threading.Thread(
             target=self._write, args=(step, state, entries), name="ipu_pipe saving", daemon=True

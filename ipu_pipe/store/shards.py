@@ -50,12 +50,14 @@ def save_shard(
         f"{kind}.{name}": value for kind, part in zip(KINDS, state) for name, value in part.items()
     }
     writer = ShardWriter(folder, step, state.plain, entries)
+    # the names are flat already
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     with delete_on_error(folder, step):
         try:
             with report_lost_rank():
                 dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
         except CheckpointException as error:
+            # DCP wraps what every rank has raised, and one line is enough
             first = error.failures[min(error.failures)][0]
             raise (
                 first
@@ -116,6 +118,8 @@ class ShardWriter(dcp.StorageWriter):
                 if tensors:
                     name = f"{kind}-{plan.storage_data}.safetensors"
                     hashes[name] = write_tensors(self._folder, self._step, name, tensors)
+        # DCP brings results of items to rank 0: one for the whole process carries all that is
+        # needed there
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result([WriteResult(MetadataIndex(""), 0, (hashes, self._plain))])
         return written

@@ -93,9 +93,12 @@ def _format_records(events: Events, counters: Counters, metadata: dict[str, Any]
     thread = events.device + is_message * (events.device.max(initial=0) + 1)
     yield from _name_tracks(events, thread)
     modelled_arg = ',"modelled":true' if metadata.get("modelled") else ""
+    named = find_named_stages(events)
     for begin in range(0, len(thread), RECORDS_AT_ONCE):
         window = slice(begin, begin + RECORDS_AT_ONCE)
-        yield ",\n".join(_format_events(events.select(window), thread[window], modelled_arg))
+        yield ",\n".join(
+            _format_events(events.select(window), thread[window], named[window], modelled_arg)
+        )
     yield from _format_arrows(events, thread, find_arrows(events, metadata))
     yield from _format_counters(counters)
 
@@ -106,10 +109,7 @@ def _name_tracks(events: Events, thread: NDArray[np.int64]) -> Iterator[str]:
     """
     for device in np.unique(events.device).tolist():
         is_of_device = events.device == device
-        stages = ", ".join(
-            str(stage) for stage in np.unique(events.stage[is_of_device]).tolist() if stage >= 0
-        )
-        names = {device: f"compute, stage {stages}" if stages else "compute"}
+        names = {device: describe_stages(events.stage[is_of_device])}
         names.update(
             {
                 number: "communication"
@@ -124,6 +124,30 @@ def _name_tracks(events: Events, thread: NDArray[np.int64]) -> Iterator[str]:
         ]
         for number, name, args in records:
             yield json.dumps({"ph": "M", "pid": device, "tid": number, "name": name, "args": args})
+
+
+def describe_stages(column: NDArray[np.int32]) -> str:
+    """Return the name of a track with the passes of these stages."""
+    stages = [str(stage) for stage in np.unique(column).tolist() if stage >= 0]
+    return f"compute, stage{'s' * (len(stages) > 1)} {', '.join(stages)}" if stages else "compute"
+
+
+def find_named_stages(events: Events) -> NDArray[np.int32]:
+    """Return the stage of each event that its name says: that of a device with several, else -1."""
+    named = np.full_like(events.stage, -1)
+    for _, places in ev.group_indices(events.device):
+        stages = events.stage[places]
+        if len(np.unique(stages[stages >= 0])) > 1:
+            named[places] = stages
+    return named
+
+
+def make_name(kind: str, microbatch: int, stage: int, peer: int) -> str:
+    """Return the name of an event, such as F0, F0@3 of stage 3, or wait for device 1."""
+    if kind == WAIT and peer >= 0:
+        return f"wait for device {peer}"
+    name = kind if microbatch < 0 else f"{NAMES[KIND_CODE[kind]]}{microbatch}"
+    return name if stage < 0 else f"{name}@{stage}"
 
 
 # ---- arrows
@@ -167,7 +191,7 @@ def find_arrows(events: Events, metadata: dict[str, Any]) -> Arrows:
         """Return the first target of each source with an equal key (a device, or a replica); -1 if
         there is none.
         """
-        index = _match_first(
+        index = match_first(
             [source_key[sources], sent_to[sources], events.microbatch[sources], carries[sources]],
             [target_key[targets], taken_by[targets], events.microbatch[targets], carries[targets]],
             events.start[targets],
@@ -197,7 +221,7 @@ def find_arrows(events: Events, metadata: dict[str, Any]) -> Arrows:
     return Arrows(source[has_target], target[has_target], carries[source[has_target]])
 
 
-def _match_first(
+def match_first(
     wanted: Sequence[NDArray[Any]], rows: Sequence[NDArray[Any]], start: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return for each row of the columns `wanted` the index of the equal row of `rows` with the
@@ -226,19 +250,18 @@ def _format_time(ns: int) -> str:
     return f"{ns // 1000}.{ns % 1000:03d}"
 
 
-def _format_events(events: Events, thread: NDArray[np.int64], modelled_arg: str) -> Iterator[str]:
-    columns = [column.tolist() for column in (thread, *events)]
-    for tid, stage, device, kind, microbatch, start, end, version, size, peer, carries in zip(
+def _format_events(
+    events: Events, thread: NDArray[np.int64], named: NDArray[np.int32], modelled_arg: str
+) -> Iterator[str]:
+    columns = [column.tolist() for column in (thread, named, *events)]
+    for tid, at, stage, device, kind, microbatch, start, end, version, size, peer, carries in zip(
         *columns
     ):
         word = KINDS[kind]
         number = "k" if KINDS[kind] == Kind.UPDATE.word else "microbatch"
-        colour = ""
-        name = word if microbatch < 0 else f"{NAMES[kind]}{microbatch}"
-        if word == WAIT:
-            # chrome://tracing reads this; Perfetto colours by name
-            colour = '"cname":"grey",'
-            name = name if peer < 0 else f"wait for device {peer}"
+        # chrome://tracing reads this; Perfetto colours by name
+        colour = '"cname":"grey",' if word == WAIT else ""
+        name = make_name(word, microbatch, at, peer)
         more_args = f',"bytes":{size}' if size >= 0 else ""
         more_args += f',"peer":{peer}' if peer >= 0 else ""
         more_args += f',"carries":"{PAYLOADS[carries]}"' if carries else ""

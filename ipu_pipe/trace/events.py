@@ -234,6 +234,7 @@ class Trace(NamedTuple):
 
 def concatenate_events(parts: Iterable[Events]) -> Events:
     """Concatenate events in the given order."""
+    # no events first, so that no parts give empty columns of the right types
     return Events(*map(np.concatenate, zip(Events.from_rows([]), *parts)))
 
 

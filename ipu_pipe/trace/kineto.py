@@ -5,14 +5,19 @@ Where a rank used an accelerator, its time is that of kernels and copies; else t
 operations, of which only the outermost ones count. A record whose time cannot be used is left out
 and counted.
 
-    ranges     PP:2F0, Forward 3, ...      |---- pass ----|        `Range`
-    compute    kernels, or operations        |--| |-----|          `RankRecords.events`
-    messages   gloo:recv, ncclSend, ...   |-|              |-|
+    ranges     PP:2F0, Forward 3, ...      |---- pass ----|         `RankRecords.ranges`
+    compute    kernels, or operations        |--| |-----|           `RankRecords.events`
+    calls      c10d::recv_               |-|              |-|
+    messages   gloo:recv, or any label    |-----|          |-----|
+
+A message of the host is a range of any name, such as one of `dist.record_comm`, that begins inside
+the call that posts it: the call says what it is.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections import Counter as Tally
 from pathlib import Path
@@ -21,7 +26,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.trace import events as ev
 from ipu_pipe.trace.events import (
@@ -34,21 +38,33 @@ from ipu_pipe.trace.events import (
     group_indices,
 )
 from ipu_pipe.trace.json_records import Record, read_time
+from ipu_pipe.trace.pass_names import Patterns, find_pass
 
 # the categories of today's Kineto, of torch 1.x (with a capital), and of other accelerators
 ON_DEVICE = re.compile(r"(concurrent_)?kernel|(gpu_)?mem(cpy|set)|mtia_ccp_events", re.IGNORECASE)
 ON_HOST = ("cpu_op", "Operator")
 RANGES = ("user_annotation", "gpu_user_annotation")
+# Python's own functions, where stacks are recorded
+FUNCTIONS = "python_function"
+# the host's calls that launch the kernels of an accelerator
+LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime", "mtia_runtime")
 MEMORY_RECORD = "[memory]"
-COMMUNICATES = re.compile(r"nccl|gloo:|c10d::|record_param_comms|ncclx|rccl", re.IGNORECASE)
+# nccl, rccl, ncclx, oneccl and ccl, xccl, hccl, msccl; hcom is Ascend's
+COMMUNICATES = re.compile(
+    r"(?<![a-z])(n|r|x|h|ms|one)?ccl|gloo:|c10d(_functional)?::|record_param_comms|hcom_|ucc:|\bmpi[:_]",
+    re.IGNORECASE,
+)
+# the calls that post messages
+CALLS = ("c10d::", "_c10d_functional::", "record_param_comms")
 DIRECTIONS = (
     (re.compile("all_?|reduce|sendrecv", re.IGNORECASE), ev.COLLECTIVE),
-    (re.compile("send|DtoH|PtoP"), "send"),
+    (re.compile("send|DtoH|PtoP", re.IGNORECASE), "send"),
     (re.compile("recv|HtoD", re.IGNORECASE), "recv"),
 )
-# nccl:send 0->1, nccl:recv 1<-0
+# nccl:send 0->1, nccl:recv 1<-0: ranks within the process group
 _PEER_IN_NAME = re.compile(r"(?:->|<-)(\d{1,6})$")
 _BACKWARD = "autograd::engine::evaluate_function"
+_LOADER = "enumerate(DataLoader)#"
 _OPTIMIZER = re.compile(r"Optimizer\.step#")
 _TYPES_BY_BYTES = {
     1: "byte char bool float8",
@@ -58,39 +74,24 @@ _TYPES_BY_BYTES = {
 }
 _TYPE_BYTES = {name: size for size, names in _TYPES_BY_BYTES.items() for name in names.split()}
 
-# PyTorch's names of passes: of its multi-stage runtime, which torchtitan uses too, and of
-# ScheduleGPipe
-PASS_NAMES = (
-    re.compile(
-        r"PP:(?P<stage>\d{1,6})"
-        r"(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(?P<microbatch>\d{1,6})"
-    ),
-    re.compile(r"(?P<kind>Forward|Backward) (?P<microbatch>\d{1,6})"),
-)
-# what the group `kind` of a name may say, in small letters: the kind of the pass or message, and
-# what it carries
-PASS_KINDS = {
-    **dict.fromkeys(("f", "fwd", "forward"), (Kind.FORWARD.word, "")),
-    **dict.fromkeys(("b", "bwd", "backward"), (Kind.BACKWARD.word, "")),
-    **dict.fromkeys(("i", "input_gradient"), (Kind.INPUT_GRADIENT.word, "")),
-    **dict.fromkeys(("w", "weight_gradient"), (Kind.WEIGHT_GRADIENT.word, "")),
-    **dict.fromkeys(("u", "step", "update", "optimizer"), (Kind.UPDATE.word, "")),
-    "send_f": ("send", "activations"),
-    "recv_f": ("recv", "activations"),
-    "send_b": ("send", "gradients"),
-    "recv_b": ("recv", "gradients"),
-}
-
-# of a record: on a device, on the host, or a range of either
+# DualPipeV runs a forward and a backward in one range
+_OVERLAPPED = re.compile(r"PP:\((\d{1,6}F\d{1,6});(\d{1,6}B\d{1,6})\)OVERLAP_F_B")
+# of a record: on a device, on the host, or a range of either, or a host's range of unknown name
 DEVICE = 0
 HOST = 1
 DEVICE_RANGE = 2
 HOST_RANGE = 3
+LABEL = 4
 # columns of a record
 PLACE, KIND, START, END, TRACK, STAGE, MICROBATCH, BYTES, PEER, CARRIES, IS_BACKWARD, IS_CALL = (
     range(12)
 )
+# of an accelerator's files whose host's ranges name passes
+LAUNCHED = 12
 BATCH = 1 << 14
+# a device with less than a 20th of the kernels of the busiest one is not a process's own
+MOST_TOUCHED = 20
+MOST_LABELS = 100
 # how far away a time of 0 is taken for a missing one, as a multiple of the trace's span
 FAR = 100
 
@@ -106,13 +107,18 @@ class Meaning(NamedTuple):
     carries: int = 0
     is_backward: bool = False
     is_call: bool = False
+    # of a range around two passes: the other one
+    twin: Any = None
 
 
 class RankRecords(NamedTuple):
-    """The records of one file. `events`: compute and messages, of the file's own clock; `ranges`:
-    the named passes and messages. `is_backward`: whether an event is an operation of autograd's
-    backward; `is_call`: whether it is the call that posts a message. `on_device`: whether they are
-    of an accelerator.
+    """The records of one device in a file. `events`: compute and messages, of the file's own clock;
+    `ranges`: the named passes and messages. `is_backward`: whether an event is an operation of
+    autograd's backward; `is_call`: whether it is the call that posts a message. `on_device`:
+    whether they are of an accelerator, of which `device` is the number in its process. A peer below
+    -1 is of a rank within an unnamed process group, see `encode_local`. `notes`: about the file,
+    without its name; `launched`: when the host launched each event, where the ranges are the host's
+    and the events an accelerator's.
     """
 
     path: Path
@@ -124,20 +130,33 @@ class RankRecords(NamedTuple):
     counters: Counters
     on_device: bool
     notes: tuple[str, ...]
+    device: int = 0
+    launched: NDArray[np.int64] | None = None
+
+
+def encode_local(rank: Any) -> Any:
+    """Return the peer that stands for a rank within a process group; its own inverse."""
+    return -2 - rank
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def identify(category: str, name: str, pattern: re.Pattern[str] | None) -> Meaning | None:
+def identify(category: str, name: str, patterns: Patterns) -> Meaning | None:
     """Return the meaning of a record; None if it says nothing of the time of a device. Names
     repeat, so each is parsed once.
 
-    `pattern`: the user's, for names of passes, before PyTorch's own.
+    `patterns`: the user's, for names of passes.
     """
+    if category == FUNCTIONS:
+        return _identify_range(category, name, patterns)
     communicates = COMMUNICATES.search(name) is not None
     if category in RANGES:
-        named = _identify_range(category, name, pattern)
-        if named is not None or not communicates or category != RANGES[0]:
+        named = _identify_range(category, name, patterns)
+        if named is not None or category != RANGES[0]:
             return named
+        if name.startswith(_LOADER):
+            return Meaning(HOST, KIND_CODE[ev.WAIT], carries=PAYLOAD_CODE["data"])
+        if not communicates:
+            return Meaning(LABEL, KIND_CODE[ev.UNSPECIFIED])
     on_device = ON_DEVICE.fullmatch(category) is not None
     if not on_device and category not in (*ON_HOST, *RANGES):
         return None
@@ -154,47 +173,46 @@ def identify(category: str, name: str, pattern: re.Pattern[str] | None) -> Meani
     return Meaning(
         DEVICE if on_device else HOST,
         KIND_CODE[kind],
-        peer=int(peer.group(1)) if peer else -1,
+        peer=encode_local(int(peer.group(1))) if peer else -1,
         is_backward=name.startswith(_BACKWARD),
-        is_call=name.startswith("c10d::"),
+        is_call=name.startswith(CALLS),
     )
 
 
-def _identify_range(category: str, name: str, pattern: re.Pattern[str] | None) -> Meaning | None:
-    """Return the pass or message that a range names; None if it names neither."""
-    place = HOST_RANGE if category == RANGES[0] else DEVICE_RANGE
+def _identify_range(category: str, name: str, patterns: Patterns) -> Meaning | None:
+    """Return the pass or message that a range or function names; None if it names neither."""
+    place = DEVICE_RANGE if category == RANGES[1] else HOST_RANGE
     if _OPTIMIZER.match(name):
         return Meaning(place, KIND_CODE[Kind.UPDATE.word])
-    for known in (pattern, *PASS_NAMES):
-        match = (
-            known.search(name) if known is pattern and known else known and known.fullmatch(name)
+    pair = _OVERLAPPED.fullmatch(name)
+    if pair is not None:
+        forward, backward = (
+            _identify_range(category, f"PP:{part}", patterns) for part in pair.groups()
         )
-        if match is None or not match:
-            continue
-        groups = match.groupdict()
-        word = str(groups.get("kind", "")).lower()
-        kind, carries = PASS_KINDS.get(word, (ev.UNSPECIFIED, ""))
-        stage = _read_number(groups.get("stage"))
-        microbatch = _read_number(groups.get("microbatch"))
-        return Meaning(place, KIND_CODE[kind], stage, microbatch, carries=PAYLOAD_CODE[carries])
-    return None
-
-
-def _read_number(text: str | None) -> int:
-    return int(text) if text and text.isdigit() and len(text) < 7 else -1
+        return None if forward is None else forward._replace(twin=backward)
+    named = find_pass(name, category == FUNCTIONS, patterns)
+    if named is None:
+        return None
+    kind = KIND_CODE[named.kind]
+    return Meaning(place, kind, named.stage, named.microbatch, carries=PAYLOAD_CODE[named.carries])
 
 
 class ProfilerRecords:
     """The records of one file, taken one by one."""
 
-    def __init__(self, pattern: re.Pattern[str] | None = None) -> None:
-        self._pattern = pattern
+    def __init__(self, patterns: Patterns = ()) -> None:
+        self._patterns = patterns
+        # some names that say nothing, for a message about the user's patterns
+        self.labels: set[str] = set()
         self._rows: list[tuple[Any, ...]] = []
         self._parts: list[NDArray[np.int64]] = []
         self._counters: list[Counter] = []
         self._tracks: dict[Any, int] = {}
         self._open: dict[int, list[tuple[Record, int]]] = {}
         self._on_device = False
+        # whether the host's ranges name passes, and then the launches of kernels: number, time
+        self.names_passes = False
+        self._launches: list[tuple[int, int]] = []
         # records by category, and those left out by category and reason
         self._count: Tally[str] = Tally()
         self._left_out: Tally[tuple[str, str]] = Tally()
@@ -211,19 +229,22 @@ class ProfilerRecords:
 
     def _take_complete(self, record: Record) -> None:
         category = str(record.get("cat", ""))
-        meaning = identify(category, str(record.get("name", "")), self._pattern)
+        meaning = identify(category, str(record.get("name", "")), self._patterns)
         if meaning is None:
+            if self.names_passes and category in LAUNCHES:
+                self._take_launch(record)
             return
         self._count[category] += 1
-        missing = [key for key in ("name", "ts", "dur") if key not in record]
-        if missing:
-            self._leave_out(category, f"{missing[0]} is missing")
-            return
-        key = "ts"
+        key = "name"
         try:
-            start = read_time(record["ts"])
+            record[key]
+            key = "ts"
+            start = read_time(record[key])
             key = "dur"
-            duration = read_time(record["dur"])
+            duration = read_time(record[key])
+        except KeyError:
+            self._leave_out(category, f"{key} is missing")
+            return
         except ValueError:
             self._leave_out(category, f"{key} is not a number of microseconds")
             return
@@ -231,6 +252,14 @@ class ProfilerRecords:
             self._leave_out(category, "dur is negative")
         else:
             self._add(record, meaning, start, start + duration)
+
+    def _take_launch(self, record: Record) -> None:
+        try:
+            number = record["args"]["correlation"]
+            if type(number) is int and 0 < number < 1 << 31:
+                self._launches.append((number, read_time(record["ts"])))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            pass
 
     def _take_half(self, record: Record, phase: str) -> None:
         """Join a begin and the next end on its track to one record."""
@@ -248,7 +277,7 @@ class ProfilerRecords:
             return
         record, start = begun.pop()
         category = str(record.get("cat", ""))
-        meaning = identify(category, str(record.get("name", "")), self._pattern)
+        meaning = identify(category, str(record.get("name", "")), self._patterns)
         if meaning is not None:
             self._count[category] += 1
             if time < start:
@@ -283,32 +312,45 @@ class ProfilerRecords:
         # the busy time of an accelerator includes only its kernels
         if meaning.place == DEVICE and not self._on_device:
             self._on_device = True
-            self._rows = [row for row in self._rows if row[PLACE] != HOST]
-            self._parts = [part[part[:, PLACE] != HOST] for part in self._parts]
-        if meaning.place == HOST and self._on_device:
-            return
+            self._rows = [row for row in self._rows if row[PLACE] != HOST or row[KIND] == _WAIT]
+            self._parts = [
+                part[(part[:, PLACE] != HOST) | (part[:, KIND] == _WAIT)] for part in self._parts
+            ]
         kind = meaning.kind
+        if meaning.place == HOST and self._on_device and kind != _WAIT:
+            return
         peer = meaning.peer
         size = -1
-        if kind in _MESSAGE_CODES:
+        if kind in _MESSAGE_CODES or meaning.place == LABEL:
             kind, peer, size = _read_message(record.get("args"), meaning)
+            if self._patterns and meaning.place == LABEL and len(self.labels) < MOST_LABELS:
+                self.labels.add(str(record.get("name")))
         track = self._number_track(record)
+        microbatch = meaning.microbatch
+        if meaning.place in (DEVICE_RANGE, HOST_RANGE) and kind != _UPDATE:
+            self.names_passes = True
+        elif self.names_passes and meaning.place == DEVICE:
+            # the number of its launch, in the place of a microbatch that no kernel names
+            microbatch = _read_correlation(record.get("args"))
         self._rows.append(
-            (meaning.place, kind, start, end, track, meaning.stage, meaning.microbatch)
+            (meaning.place, kind, start, end, track, meaning.stage, microbatch)
             + (size, peer, meaning.carries, meaning.is_backward, meaning.is_call)
         )
         if len(self._rows) == BATCH:
             self._pack()
+        if meaning.twin is not None:
+            self._add(record, meaning.twin, start, end)
 
     def _pack(self) -> None:
         if self._rows:
             self._parts.append(np.array(self._rows, np.int64))
             self._rows = []
 
-    def finish(self, path: Path, keys: dict[str, Any]) -> RankRecords:
-        """Return all records as columns. Raise `BadInput` if none of them can be used."""
+    def finish(self, path: Path, keys: dict[str, Any]) -> list[RankRecords]:
+        """Return all records as columns, those of each accelerator of the process alone."""
         self._pack()
         nothing = np.zeros((0, IS_CALL + 1), np.int64)
+        # `nothing` keeps the columns where there is no record
         rows = np.concatenate([nothing, *self._parts])
         self._parts = []
         for begun in self._open.values():
@@ -319,49 +361,113 @@ class ProfilerRecords:
             self._left_out["all", "their ts is 0, far from all others"] = int(is_zero.sum())
             rows = rows[~is_zero]
         if len(rows):
-            rows, clipped = _keep_outermost(rows)
-            if clipped:
-                self._left_out["all", "clipped"] = clipped
-        notes = [*self._describe_left_out(path)]
+            # a call has calls inside, as c10d::send has record_param_comms
+            rows, _ = _keep_outermost(rows, rows[:, IS_CALL] > 0)
+            rows = _name_labels(rows)
+            self._left_out["all", "run over the next"] = _cut_kernels(rows)
+            is_compute = (rows[:, PLACE] <= HOST) & (rows[:, KIND] == _COMPUTE)
+            rows, self._left_out["all", "clipped"] = _keep_outermost(rows, is_compute)
+        notes = [*self._describe_left_out()]
         is_range = rows[:, PLACE] >= DEVICE_RANGE
         on_device = self._on_device
-        is_range_of_place = rows[:, PLACE] == (DEVICE_RANGE if on_device else HOST_RANGE)
+        rows, has_launches = self._add_launches(rows)
+        place = DEVICE_RANGE if on_device and not has_launches else HOST_RANGE
+        is_range_of_place = rows[:, PLACE] == place
         if len(rows) and not is_range.all() and not on_device:
-            notes.append(f"{path.name}: no kernels: the host's operations are taken")
-        events = rows[~is_range]
+            notes.append("no kernels: the host's operations are taken")
+        # the counters of all devices are one sum, of the first one
         counters = Counters.from_rows(c for c in self._counters if c.device == on_device)
-        return RankRecords(
-            path,
-            keys,
-            _make_events(events),
-            events[:, IS_BACKWARD] > 0,
-            events[:, IS_CALL] > 0,
-            _make_events(rows[is_range_of_place]),
-            counters._replace(device=np.zeros_like(counters.device)),
-            on_device,
-            tuple(notes),
-        )
+        parts = []
+        for device, events in enumerate(self._divide_devices(rows[~is_range])):
+            of_device = RankRecords(
+                path,
+                keys,
+                _make_events(events),
+                events[:, IS_BACKWARD] > 0,
+                events[:, IS_CALL] > 0,
+                _make_events(rows[is_range_of_place]),
+                counters._replace(device=np.zeros_like(counters.device)),
+                on_device,
+                tuple(notes),
+                device,
+                events[:, LAUNCHED] if has_launches else None,
+            )
+            parts.append(of_device)
+            counters = Counters.from_rows([])
+            notes = []
+        return parts
 
-    def _describe_left_out(self, path: Path) -> list[str]:
+    def _add_launches(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
+        """Return the rows with a column of the times at which the host launched them, and whether
+        these are known. They lie in the host's ranges, whichever thread launched a kernel.
+        """
+        is_kernel = rows[:, PLACE] == DEVICE
+        number = np.where(is_kernel, rows[:, MICROBATCH], -1)
+        rows[is_kernel, MICROBATCH] = -1
+        launches = np.array(self._launches, np.int64).reshape(-1, 2)
+        launches = launches[np.argsort(launches[:, 0], kind="stable")]
+        place = np.searchsorted(launches[:, 0], number)
+        # -2, which is no number, stands behind the last one
+        known = np.append(launches[:, 0], -2)[place] == number
+        if not known.any():
+            return rows, False
+        # what was launched before the trace began is in no range
+        launched = np.where(is_kernel, -ev.FARTHEST_NS, rows[:, START])
+        launched[known] = launches[place[known], 1]
+        return np.column_stack([rows, launched]), True
+
+    def _divide_devices(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Return the rows of each accelerator of the process. One with few kernels, such as of a
+        process that touched another's device, is not taken for one.
+        """
+        # Kineto's process of a kernel is the number of its device
+        device_of_track = np.array(
+            [pid if type(pid) is int and 0 <= pid < 1 << 20 else 0 for pid, *_ in self._tracks]
+        )
+        is_kernel = (rows[:, PLACE] == DEVICE) & (rows[:, KIND] == _COMPUTE)
+        kernels = device_of_track[rows[is_kernel, TRACK]] if is_kernel.any() else rows[:0, TRACK]
+        numbers, counts = np.unique(kernels, return_counts=True)
+        numbers = numbers[counts * MOST_TOUCHED >= counts.max(initial=0)]
+        if len(numbers) < 2:
+            return [rows]
+        device = device_of_track[rows[:, TRACK]]
+        # what is of no such device, such as a wait of the host, is of the first one
+        device = np.where(np.isin(device, numbers), device, numbers[0])
+        return [rows[device == number] for number in numbers]
+
+    def _describe_left_out(self) -> list[str]:
         total = sum(self._count.values())
         notes = []
-        for (category, reason), count in sorted(self._left_out.items()):
+        # the plus leaves out counts of 0
+        for (category, reason), count in sorted((+self._left_out).items()):
             what = f"{category!r} records" if category != "all" else "records"
             among = self._count[category] if category != "all" else total
             if reason == "clipped":
                 notes.append(
-                    f"{path.name}: {count} of {total} records overlap an earlier one on their "
+                    f"{count} of {total} records overlap an earlier one on their "
                     f"track, and begin where it ends"
+                )
+            elif reason == "run over the next":
+                notes.append(
+                    f"{count} of {total} records run over the next one on their "
+                    f"stream, and are cut where it begins"
                 )
             else:
                 notes.append(
-                    f"{path.name}: {count} of {max(among, count)} {what} are not read, because "
-                    f"{reason}"
+                    f"{count} of {max(among, count)} {what} are not read, because {reason}"
                 )
         return notes
 
 
+def _read_correlation(args: Any) -> int:
+    number = args.get("correlation") if isinstance(args, dict) else None
+    return number if type(number) is int and 0 < number < 1 << 31 else -1
+
+
 _MESSAGE_CODES = {KIND_CODE[kind] for kind in ("send", "recv", ev.COLLECTIVE)}
+_WAIT = KIND_CODE[ev.WAIT]
+_COMPUTE = KIND_CODE[ev.UNSPECIFIED]
+_UPDATE = KIND_CODE[Kind.UPDATE.word]
 
 
 def _read_message(args: Any, meaning: Meaning) -> tuple[int, int, int]:
@@ -378,16 +484,81 @@ def _read_message(args: Any, meaning: Meaning) -> tuple[int, int, int]:
         kind = KIND_CODE[collective]
     for word, key in (("send", "Dst Rank"), ("recv", "Src Rank")):
         if kind == KIND_CODE[word] and str(args.get(key, "")).isdigit():
+            # a damaged file may have any number of digits
             peer = int(str(args[key])[:6])
     elements = args.get("In msg nelems") or args.get("Out msg nelems")
     width = _TYPE_BYTES.get(str(args.get("dtype", "")).lower())
     if isinstance(elements, int) and width and 0 <= elements < 1 << 50:
         size = elements * width
+    if size < 0:
+        size = _read_size(args.get("Input Dims"), args.get("Input type"))
     inputs = args.get("Concrete Inputs")
     # c10d::send(tensors, group, peer, tag), where shapes are recorded
     if isinstance(inputs, list) and len(inputs) == 4 and str(inputs[2]).isdigit():
-        peer = int(str(inputs[2])[:6])
+        peer = encode_local(int(str(inputs[2])[:6]))
     return kind, peer, size
+
+
+def _read_size(shapes: Any, types: Any) -> int:
+    """Return the bytes of tensors by their recorded shapes and types, -1 if these are not known."""
+    try:
+        size = sum(_TYPE_BYTES[name] * math.prod(shape) for shape, name in zip(shapes, types))
+    except (KeyError, TypeError):
+        return -1
+    return size if type(size) is int and 0 < size < 1 << 50 else -1
+
+
+def _find_calls(rows: NDArray[np.int64], wanted: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return for each of the wanted rows the call on its track inside which it begins, -1 without
+    one. Calls do not overlap.
+    """
+    calls = np.flatnonzero(rows[:, IS_CALL])
+    calls = calls[np.lexsort((rows[calls, START], rows[calls, TRACK]))]
+    call_of_row = np.full(len(wanted), -1)
+    for track, places in group_indices(rows[wanted, TRACK]):
+        of_track = calls[rows[calls, TRACK] == track]
+        start = rows[wanted[places], START]
+        place = np.searchsorted(rows[of_track, START], start, side="right") - 1
+        places = places[place >= 0]
+        call = of_track[place[place >= 0]]
+        is_inside = rows[wanted[places], START] <= rows[call, END]
+        call_of_row[places[is_inside]] = call[is_inside]
+    return call_of_row
+
+
+def _name_labels(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rows with the host's ranges of unknown name as messages, where they begin inside a
+    call. A thread without any operation runs collectives, and its ranges are these.
+    """
+    ranges = np.flatnonzero((rows[:, PLACE] == LABEL) | (rows[:, PLACE] == HOST_RANGE))
+    if not len(ranges):
+        return rows
+    call = _find_calls(rows, ranges)
+    of_call = ranges[call >= 0]
+    rows[of_call, KIND] = rows[call[call >= 0], KIND]
+    rows[of_call, PLACE] = HOST
+    labels = np.flatnonzero(rows[:, PLACE] == LABEL)
+    is_collective = (rows[:, KIND] == KIND_CODE[ev.COLLECTIVE]) & (rows[:, IS_CALL] > 0)
+    if len(labels) and is_collective.any():
+        is_operation = (rows[:, PLACE] == HOST) & (rows[:, KIND] == _COMPUTE)
+        of_worker = labels[~np.isin(rows[labels, TRACK], np.unique(rows[is_operation, TRACK]))]
+        rows[of_worker, KIND] = KIND_CODE[ev.COLLECTIVE]
+        rows[of_worker, PLACE] = HOST
+    return rows[rows[:, PLACE] != LABEL]
+
+
+def _cut_kernels(rows: NDArray[np.int64]) -> int:
+    """Cut records of a device where the next one on their stream begins, and count them: the
+    kernels of a stream follow one another, so that a longer duration is damaged.
+    """
+    places = np.flatnonzero(rows[:, PLACE] == DEVICE)
+    places = places[np.lexsort((rows[places, START], rows[places, TRACK]))]
+    earlier = places[:-1]
+    later = places[1:]
+    is_same = rows[earlier, TRACK] == rows[later, TRACK]
+    runs_over = is_same & (rows[earlier, END] > rows[later, START])
+    rows[earlier[runs_over], END] = rows[later[runs_over], START]
+    return int(runs_over.sum())
 
 
 def _find_zero_times(rows: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -403,16 +574,18 @@ def _find_zero_times(rows: NDArray[np.int64]) -> NDArray[np.bool_]:
     return is_zero & (first - rows[:, END] > FAR * (last - first))
 
 
-def _keep_outermost(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """Drop compute inside other compute of its track, and let compute that begins inside other
-    compute and ends after it begin at its end. Return the number of the latter, too.
+def _keep_outermost(
+    rows: NDArray[np.int64], is_chosen: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], int]:
+    """Drop chosen records inside other ones of their track, and let one that begins inside another
+    one and ends after it begin at its end. Return the number of the latter, too.
     """
-    is_compute = (rows[:, PLACE] <= HOST) & (rows[:, KIND] == KIND_CODE[ev.UNSPECIFIED])
-    compute = rows[is_compute]
-    parts = [rows[~is_compute]]
+    chosen = rows[is_chosen]
+    parts = [rows[~is_chosen]]
     overlaps = 0
-    for _, places in group_indices(compute[:, TRACK]):
-        of_track = compute[places]
+    for _, places in group_indices(chosen[:, TRACK]):
+        of_track = chosen[places]
+        # of two records that begin together the longer one is the outer one
         of_track = of_track[np.lexsort((-of_track[:, END], of_track[:, START]))]
         reach = np.maximum.accumulate(of_track[:, END])[:-1]
         later = of_track[1:]
@@ -451,21 +624,3 @@ def find_rank(path: Path, keys: dict[str, Any]) -> int | None:
 
 
 _RANK_IN_NAME = re.compile(r"rank[-_.]?(\d{1,6})", re.IGNORECASE)
-
-
-def compile_pattern(text: str | None) -> re.Pattern[str] | None:
-    """Compile the user's pattern for names of passes. Raise `BadInput` if it is not a regular
-    expression with a group `kind` and a group `microbatch` or `stage`.
-    """
-    if text is None:
-        return None
-    try:
-        pattern = re.compile(text)
-    except re.error as error:
-        raise BadInput(f"--passes: {text}: is not a regular expression: {error}") from None
-    if "kind" not in pattern.groupindex or not {"stage", "microbatch"} & {*pattern.groupindex}:
-        raise BadInput(
-            f"--passes: {text}: must have the groups (?P<kind>...) and (?P<microbatch>...) or "
-            f"(?P<stage>...)"
-        )
-    return pattern

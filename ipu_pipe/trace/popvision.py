@@ -80,6 +80,7 @@ def _list_tracepoints(trace: Any) -> Iterator[tuple[str, str, int, int]]:
     """Yield channel, label, start and end (ns) of all tracepoints, outer ones before inner ones."""
     for process in trace.processes:
         for thread in process.threads:
+            # reversed, because the next one is taken from the end
             waiting = [*thread.events][::-1]
             while waiting:
                 event = waiting.pop()

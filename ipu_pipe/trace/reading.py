@@ -12,7 +12,6 @@ pipeline by `trace.pipelining`, and divided into waits and communication by `tra
 
 from __future__ import annotations
 
-import re
 import zlib
 from pathlib import Path
 from typing import Any, NoReturn, Sequence
@@ -25,12 +24,18 @@ from ipu_pipe.files import open_file
 from ipu_pipe.text import list_some, show
 from ipu_pipe.trace import events as ev
 from ipu_pipe.trace.events import Counter, Counters, Events, Trace
-from ipu_pipe.trace.json_records import GZIP, MOST_TEXT, parse_records
-from ipu_pipe.trace.kineto import ProfilerRecords, RankRecords, compile_pattern, find_rank
+from ipu_pipe.trace.json_records import CHAKRA, GZIP, MOST_TEXT, Report, parse_records
+from ipu_pipe.trace.kineto import ProfilerRecords, RankRecords, find_rank
+from ipu_pipe.trace.pass_names import Patterns, compile_patterns
 from ipu_pipe.trace.pipelining import find_pipeline
 from ipu_pipe.trace.popvision import PVTI, read_pvti
 from ipu_pipe.trace.store import MAGIC, SUFFIX, find_store_files, read_store
-from ipu_pipe.trace.waits import estimate_offsets, match_messages, split_waits
+from ipu_pipe.trace.waits import (
+    estimate_offsets,
+    match_messages,
+    split_collectives,
+    split_waits,
+)
 
 CHROME = "trace.json.gz"
 # records that are packed into columns together
@@ -42,13 +47,14 @@ MOST_EXACT_NS = 1 << 53
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_trace(path: Path, passes: str | None = None) -> Trace:
+def read_trace(path: Path, passes: str | Sequence[str] = (), report: Report = None) -> Trace:
     """Read the trace in a run's folder, a trace file, or a folder of a profiler's files.
 
-    `passes`: a regular expression for the names of a profiler's ranges, with groups `kind`, `stage`
-    and `microbatch`. Raise `BadInput` if there is no readable trace or it has no events.
+    `passes`: regular expressions for the names of a profiler's ranges and functions, with groups as
+    in `trace.pass_names`; `report`: takes a line for each 100 MB of JSON that are read. Raise
+    `BadInput` if there is no readable trace or it has no events.
     """
-    pattern = compile_pattern(passes)
+    patterns = compile_patterns(passes)
     if path.suffix == PVTI:
         return read_pvti(path)
     files = _find_files(path)
@@ -60,7 +66,7 @@ def read_trace(path: Path, passes: str | None = None) -> Trace:
             bytes_left -= sum(column.nbytes for column in traces[-1].events)
         trace = merge_traces(traces)
     else:
-        trace = _read_json_files(files, pattern)
+        trace = _read_json_files(files, patterns, report)
     if not len(trace.events.start):
         raise BadInput(f"{path}: contains no events: there is nothing to analyze")
     return trace
@@ -110,8 +116,11 @@ def _is_native(path: Path) -> bool:
             begin = file.read(len(MAGIC))
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None
+    # a damaged file of ours is reported by its own reader, not as bad JSON
     if begin == MAGIC or path.suffix == SUFFIX:
         return True
+    if path.suffix == ".et":
+        raise BadInput(f"{path}: {CHAKRA}")
     text = begin[len(BYTE_ORDER_MARK) :] if begin.startswith(BYTE_ORDER_MARK) else begin
     if begin[:2] != GZIP and text.lstrip()[:1] not in (b"{", b"["):
         what = f"must be ipu_pipe's (*{SUFFIX}) or a Chrome trace in JSON, plain or gzipped"
@@ -122,14 +131,18 @@ def _is_native(path: Path) -> bool:
 # ---- Chrome JSON
 
 
-def _read_json_files(files: Sequence[Path], pattern: re.Pattern[str] | None) -> Trace:
+def _read_json_files(files: Sequence[Path], patterns: Patterns, report: Report) -> Trace:
     """Read one or several files of ours, or PyTorch's profiler's, one per rank."""
     ours: list[Trace] = []
     profiled: list[RankRecords] = []
+    names_passes = not patterns
+    labels: set[str] = set()
     for path in files:
-        records = _Records(path, pattern)
+        records = _Records(path, patterns)
         try:
-            keys, cut_at = parse_records(path, records.take, MOST_TEXT)
+            # a record is taken as soon as it is parsed, so that millions of dictionaries are never
+            # in memory
+            keys, cut_at = parse_records(path, records.take, MOST_TEXT, report)
         except (OSError, EOFError, zlib.error) as error:
             # a damaged gzip header raises an OSError without an errno
             raise BadInput(
@@ -139,23 +152,33 @@ def _read_json_files(files: Sequence[Path], pattern: re.Pattern[str] | None) -> 
             raise BadInput(
                 f"{path}: cannot be read as a Chrome trace: is nested too deeply"
             ) from None
+        # a `BadInput` is a ValueError, and names the place already
+        except BadInput:
+            raise
         except ValueError as error:
             raise BadInput(f"{path}: cannot be read as a Chrome trace: {error}") from None
+        # a trace of ours may have no events, but it has our metadata
         if records.is_ours or (records.is_ours is None and "otherData" in keys):
             if cut_at >= 0:
                 raise BadInput(f"{path}: ends at byte {cut_at}, before the trace does")
             ours.append(records.build_trace(keys))
             continue
-        of_rank = records.profiler.finish(path, keys)
+        first, *others = records.profiler.finish(path, keys)
+        names_passes |= records.profiler.names_passes
+        labels |= records.profiler.labels
         if cut_at >= 0:
-            note = f"{path.name}: breaks off (byte {cut_at} of its text), and is read as far as it goes"
-            of_rank = of_rank._replace(notes=(note, *of_rank.notes))
-        profiled.append(of_rank)
+            note = f"breaks off (byte {cut_at} of its text), and is read as far as it goes"
+            first = first._replace(notes=(note, *first.notes))
+        profiled += [first, *others]
     if ours and profiled:
         raise BadInput(
             f"{profiled[0].path}: is not of ipu_pipe, as other files of {files[0].parent} are: "
             f"give one file"
         )
+    if profiled and not names_passes:
+        listed = f"its ranges are {list_some(sorted(labels))}" if labels else "it has no ranges"
+        texts = " ".join(pattern.pattern for pattern in patterns)
+        raise BadInput(f"--passes: {texts}: names no pass of {files[0]}: {listed}")
     return merge_traces(ours) if ours else merge_profiler_files(profiled)
 
 
@@ -164,22 +187,22 @@ class _Records:
     (`is_ours`; None: no event).
     """
 
-    def __init__(self, path: Path, pattern: re.Pattern[str] | None) -> None:
+    def __init__(self, path: Path, patterns: Patterns) -> None:
         self.is_ours: bool | None = None
-        self.profiler = ProfilerRecords(pattern)
+        self.profiler = ProfilerRecords(patterns)
         self._path = path
         self._parts: list[Events] = []
         self._rows: list[tuple[Any, ...]] = []
         self._packed = 0
         self._counters: list[Counter] = []
 
-    def take(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Take a record and return None; return other objects, such as a record's arguments,
-        unchanged.
-        """
+    def take(self, record: dict[str, Any]) -> None:
+        """Take a record."""
+        # a profiler's file has a million of them
+        if self.is_ours is False:
+            self.profiler.take(record)
+            return
         phase = record.get("ph")
-        if phase is None:
-            return record
         if self.is_ours is None and phase in ("X", "B"):
             args = record.get("args")
             is_kind = isinstance(record.get("cat"), str) and record["cat"] in ev.KIND_CODE
@@ -188,11 +211,10 @@ class _Records:
             self.profiler.take(record)
         elif phase == "X":
             self._rows.append(self._read_row(record))
-        if phase == "C" and self.is_ours is not False:
+        if phase == "C":
             self._take_counter(record)
         if len(self._rows) == BATCH:
             self._pack()
-        return None
 
     def _read_row(self, record: dict[str, Any]) -> tuple[Any, ...]:
         """Return the columns of one event of ours, its duration in the place of its end."""
@@ -244,6 +266,7 @@ class _Records:
                     for name, column in columns.items()
                 }
             except (ValueError, OverflowError):
+                # columns are checked at once, and row by row only to name the fault
                 self._locate_error()
             self._parts.append(Events(start=start, end=end, **integers))
         self._packed += len(self._rows)
@@ -284,6 +307,7 @@ def _build_integers(values: Sequence[Any], kind: Any) -> NDArray[Any]:
     if (
         column.dtype.kind not in "iu"
         or column.ndim != 1
+        # a cast wraps what does not fit, without an error
         or not np.array_equal(column, column.astype(kind))
     ):
         raise ValueError(f"must be a whole number of {np.dtype(kind)}")
@@ -309,7 +333,7 @@ def _build_times(microseconds: Sequence[Any]) -> NDArray[np.int64]:
 
 NOTE = (
     "PyTorch's profiler: it does not record microbatches, versions and waits as such; a wait inside "
-    "a collective is within its communication"
+    "a collective is within its communication, except among the replicas of a stage"
 )
 
 
@@ -324,10 +348,11 @@ def merge_profiler_files(files: Sequence[RankRecords]) -> Trace:
     notes = [NOTE]
     ranks = _find_ranks(files, notes)
     size = _compare_sizes(files, notes)
+    files, ranks = _number_devices(files, ranks, notes)
     files, shifted = _shift_to_one_clock(files)
     notes += shifted
     if not any(len(of_rank.events.start) for of_rank in files):
-        reasons = [note for of_rank in files for note in of_rank.notes]
+        reasons = _gather_notes(files)
         because = f" ({list_some(reasons, 2)})" if reasons else ""
         raise BadInput(
             f"{first_path}: contains neither events of ipu_pipe nor kernels or operations of "
@@ -335,14 +360,16 @@ def merge_profiler_files(files: Sequence[RankRecords]) -> Trace:
         )
     _compare_spans(files)
     pipeline = find_pipeline(ranks, files)
-    notes.append(pipeline.note)
+    notes += pipeline.notes
     events, why_no_waits = _tell_waits(pipeline.events, ranks, files)
+    if why_no_waits is None:
+        events = split_collectives(events, pipeline.replicas)
     if why_no_waits:
         notes.append(f"how much of the messages is waiting is not known: {why_no_waits}")
-    for of_rank in files:
-        notes += of_rank.notes
-        if not len(of_rank.events.start):
-            notes.append(f"{of_rank.path}: contains no kernel and no operation")
+    notes += _gather_notes(files)
+    empty = [of_rank.path.name for of_rank in files if not len(of_rank.events.start)]
+    if empty:
+        notes.append(f"{list_some(empty)}: contains no kernel and no operation")
     counters = [
         of_rank.counters._replace(device=np.full_like(of_rank.counters.device, rank))
         for rank, of_rank in zip(ranks, files)
@@ -355,29 +382,60 @@ def merge_profiler_files(files: Sequence[RankRecords]) -> Trace:
         "why_no_waits": why_no_waits,
         # a message of the host ends when it is waited for, not when it has arrived
         "messages_end_late": not any(of_rank.on_device for of_rank in files),
+        "hosts": len({str(of_rank.keys.get("host_name", "")) for of_rank in files}),
     }
     trace = Trace(events, ev.concatenate_counters(counters), metadata, tuple(notes))
     ev.check_trace(first_path.parent, *trace[:3])
     return trace
 
 
+def _gather_notes(files: Sequence[RankRecords]) -> list[str]:
+    """Return what is noted of files, once for those of which it is the same."""
+    names: dict[str, list[str]] = {}
+    for of_rank in files:
+        for note in of_rank.notes:
+            names.setdefault(note, []).append(of_rank.path.name)
+    return [f"{list_some(of, 2)}: {note}" for note, of in names.items()]
+
+
 def _find_ranks(files: Sequence[RankRecords], notes: list[str]) -> list[int]:
-    named = [find_rank(of_rank.path, of_rank.keys) for of_rank in files]
+    # a file of several devices has several records, and one rank
+    keys = {of_rank.path: of_rank.keys for of_rank in files}
+    named = [find_rank(path, of_file) for path, of_file in keys.items()]
     ranks = [rank for rank in named if rank is not None]
-    if len(ranks) < len(files):
-        ranks = [*range(len(files))]
-        if len(files) > 1:
+    if len(ranks) < len(keys):
+        ranks = [*range(len(keys))]
+        if len(keys) > 1:
             notes.append(
                 "the files do not name their ranks, so they are numbered in the order of their "
                 "names"
             )
     paths: dict[int, list[str]] = {}
-    for rank, of_rank in zip(ranks, files):
-        paths.setdefault(rank, []).append(str(of_rank.path))
+    for rank, path in zip(ranks, keys):
+        paths.setdefault(rank, []).append(str(path))
     for rank, same in sorted(paths.items()):
         if len(same) > 1:
             raise BadInput(f"{', '.join(same)}: are all of rank {rank}: must be one file a rank")
-    return ranks
+    rank_of = dict(zip(keys, ranks))
+    return [rank_of[of_rank.path] for of_rank in files]
+
+
+def _number_devices(
+    files: Sequence[RankRecords], ranks: list[int], notes: list[str]
+) -> tuple[Sequence[RankRecords], list[int]]:
+    """Return the records and the number of each device: its rank, unless a process has several."""
+    count = 1 + max(of_rank.device for of_rank in files)
+    if count == 1:
+        return files, ranks
+    notes.append(
+        f"a process has several devices: device {count} x rank + n is the n-th one of a rank"
+    )
+    numbered = []
+    for of_rank in files:
+        peer = of_rank.events.peer
+        peer = np.where(peer >= 0, count * peer, peer).astype(np.int32)
+        numbered.append(of_rank._replace(events=of_rank.events._replace(peer=peer)))
+    return numbered, [count * rank + f.device for rank, f in zip(ranks, files)]
 
 
 def _compare_sizes(files: Sequence[RankRecords], notes: list[str]) -> int | None:
@@ -396,11 +454,10 @@ def _compare_sizes(files: Sequence[RankRecords], notes: list[str]) -> int | None
             f"{files[0].path.parent}: holds ranks of different runs ({listed}): give each run a "
             f"folder"
         )
-    missing = max(sizes, default=0) - len(files)
-    if missing > 0:
+    count = len({of_rank.path for of_rank in files})
+    if max(sizes, default=0) > count:
         notes.append(
-            f"the trace has {len(files)} of {max(sizes)} ranks: who waits for the others is not "
-            f"known"
+            f"the trace has {count} of {max(sizes)} ranks: who waits for the others is not known"
         )
     return max(sizes, default=None)
 
@@ -420,6 +477,7 @@ def _compare_spans(files: Sequence[RankRecords]) -> None:
         first = min(spans, key=lambda span: span[1])
         last = max(spans)
         longest = max(end - begin for begin, end, _ in spans)
+        # a shorter gap may be a rank that began late
         if last[0] - first[1] > longest:
             raise BadInput(
                 f"{first[2].parent}: holds ranks of different runs ({first[2].name} ends before "
@@ -435,6 +493,7 @@ def _shift_to_one_clock(
     """
     bases = [of_rank.keys.get("baseTimeNanoseconds") for of_rank in files]
     known = [base for base in bases if base is not None]
+    # nanoseconds since 1970 are more than FARTHEST_NS, and stay below its fourfold until 2116
     if not all(type(base) is int and abs(base) < ev.FARTHEST_NS * 4 for base in known):
         raise BadInput(
             f"{files[0].path}: baseTimeNanoseconds: {show(known[0])}: must be a whole number of "
@@ -465,7 +524,10 @@ def _shift_to_one_clock(
                 for part in (of_rank.events, of_rank.ranges)
             )
             counters = of_rank.counters._replace(time=of_rank.counters.time + (shift - origin))
-            of_rank = of_rank._replace(events=events, ranges=ranges, counters=counters)
+            launched = None if of_rank.launched is None else of_rank.launched + (shift - origin)
+            of_rank = of_rank._replace(
+                events=events, ranges=ranges, counters=counters, launched=launched
+            )
         moved.append(of_rank)
     return moved, notes
 

@@ -59,6 +59,7 @@ class TraceWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("wb")
             self._file.write(MAGIC)
+        # with the names of the codes, which another version may number otherwise
         self._write(META, 0, json.dumps({"kinds": KINDS, "carried": PAYLOADS, **metadata}).encode())
 
     def synchronize(self, local_ns: int, offset_ns: int) -> None:
@@ -140,6 +141,7 @@ def read_store(path: Path, most_bytes: int = 1 << 62) -> Trace:
         if max((abs(value) for reading in clock for value in reading), default=0) >= FARTHEST_NS:
             raise ValueError("a reading of the clock is too far from 0")
         trace = trace._replace(events=_map_codes(trace.events, metadata))
+    # a `BadInput` is a ValueError, and names the file already
     except BadInput:
         raise
     except (ValueError, struct.error, TypeError, IndexError, RecursionError, zlib.error) as error:
@@ -178,6 +180,8 @@ def _read_blocks(
             head = file.read(HEAD.size)
             if not head:
                 return
+            # a head that is cut off asks for one byte, which is not there, and so counts as a cut
+            # block
             tag, rows, size, checksum = (
                 HEAD.unpack(head) if len(head) == HEAD.size else (b"", 0, 1, 0)
             )
@@ -207,6 +211,7 @@ def _map_codes(events: Events, metadata: dict[str, Any]) -> Events:
         unknown = [name for name in file_names if name not in names]
         if unknown:
             raise ValueError(f"{key}: {', '.join(map(str, unknown))}: not known to this version")
+        # NumPy would take a negative code from the end of the names
         if (codes < 0).any():
             raise ValueError(f"{column}: a code without a name")
         if tuple(file_names) != names or (codes >= len(names)).any():

@@ -53,6 +53,7 @@ def _list_rows(events: Events) -> Iterator[tuple[Any, ...]]:
         values = []
         for name in COLUMNS:
             column = getattr(part, name.replace("_ns", ""))
+            # Python's integers, because sqlite3 stores those of NumPy as bytes
             cells: list[Any] = column.tolist()
             if name in _OPTIONAL:
                 cells = [None if value < 0 else value for value in cells]
@@ -73,7 +74,9 @@ def _write_csv(path: Path, trace: Trace) -> None:
 
 def _write_sqlite(path: Path, trace: Trace) -> None:
     columns = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
+    # a process that was killed may have left a part, in which the table would exist already
     path.unlink(missing_ok=True)
+    # the connection's own context commits, but does not close
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute(f"CREATE TABLE events ({columns})")
         marks = ", ".join("?" * len(COLUMNS))
@@ -104,6 +107,7 @@ def make_event_frame(events: Events) -> Any:
     pandas = _import("pandas", "a data frame")
     frame = pandas.DataFrame({name: getattr(events, name.replace("_ns", "")) for name in COLUMNS})
     for name in _OPTIONAL:
+        # the nullable type: a missing value would turn an int64 column into floats
         frame[name] = frame[name].astype("Int64").mask(frame[name] < 0)
     for name, texts in (("kind", KINDS), ("carries", PAYLOADS)):
         frame[name] = pandas.Categorical.from_codes(frame[name], list(texts))

@@ -14,7 +14,7 @@ Our own backends record waits themselves, by the same meaning.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,8 @@ def match_messages(events: Events) -> Matches:
     # a send names its own stage, and its receive the next one; of a device's one stage there is
     # nothing to tell apart
     is_onward = events.carries == ev.PAYLOAD_CODE["activations"]
-    has_one_stage = len(np.unique(events.stage[recvs])) <= len(np.unique(events.device[recvs]))
+    places = np.stack([events.device[recvs], events.stage[recvs]])
+    has_one_stage = np.unique(places, axis=1).shape[1] <= len(np.unique(events.device[recvs]))
     stage = np.zeros_like(events.stage) if has_one_stage else events.stage
     step = np.where(is_onward, 1, -1) * (not has_one_stage)
     keys = [
@@ -62,6 +63,7 @@ def match_messages(events: Events) -> Matches:
     if not len(known_sends) or not len(known_recvs):
         return Matches(sends[:0], recvs[:0], len(sends) + len(recvs))
     _, number = np.unique(np.concatenate(keys, axis=1), axis=1, return_inverse=True)
+    # NumPy 2.0 returned it with two dimensions
     number = number.reshape(-1)
     of_send = number[: len(known_sends)]
     of_recv = number[len(known_sends) :]
@@ -102,6 +104,7 @@ def estimate_offsets(
         least[a, b] = min(ns, least.get((a, b), ns))
     offset = {0: 0}
     reached = [0]
+    # the list grows as it is walked, until no further host can be reached
     for host in reached:
         for (a, b), ns in least.items():
             if a == host and b not in offset and (b, a) in least:
@@ -128,18 +131,7 @@ def split_waits(events: Events, matches: Matches, ends_late: bool) -> Events:
         # the time spent on the message while the other end is not ready
         begin = spent[places]
         until = np.minimum(np.maximum(ready[others], begin), events.end[places])
-        has_wait = until > begin
-        wait = events.select(places[has_wait])
-        count = len(wait.start)
-        waits.append(
-            wait._replace(
-                start=begin[has_wait],
-                end=until[has_wait],
-                kind=np.full(count, KIND_CODE[WAIT], np.int8),
-                bytes=np.full(count, -1),
-                peer=events.device[others[has_wait]],
-            )
-        )
+        waits.append(_make_waits(events, places, begin, until, events.device[others]))
         # what the host does between its last compute and the message, it does for the message
         is_direct = begin == events.start[places]
         begin = np.maximum(both_ready, np.where(is_direct, ready[places], begin))
@@ -151,6 +143,45 @@ def split_waits(events: Events, matches: Matches, ends_late: bool) -> Events:
     peer[recvs] = events.device[sends]
     messages = events._replace(start=start, end=end, peer=peer)
     return ev.concatenate_events([messages, *waits])
+
+
+def split_collectives(events: Events, groups: Sequence[Sequence[int]]) -> Events:
+    """Return events whose collectives are divided, too: until the last rank of a group joins its
+    n-th collective the others wait for it. Groups whose ranks have different numbers of collectives
+    are left as they are.
+    """
+    is_collective = events.is_kind(ev.COLLECTIVE)
+    of_device = {
+        device: places[is_collective[places]] for device, places in group_indices(events.device)
+    }
+    waits = []
+    start = events.start.copy()
+    for group in groups:
+        columns = [of_device.get(rank, np.zeros(0, np.intp)) for rank in group]
+        if len({len(column) for column in columns}) > 1 or not len(columns[0]):
+            continue
+        places = np.stack([c[np.argsort(events.start[c], kind="stable")] for c in columns])
+        joined = events.start[places]
+        last = np.array(group, np.int32)[joined.argmax(axis=0)]
+        until = np.minimum(joined.max(axis=0), events.end[places])
+        waits += [_make_waits(events, c, j, u, last) for c, j, u in zip(places, joined, until)]
+        start[places] = np.maximum(joined, until)
+    return ev.concatenate_events([events._replace(start=start), *waits])
+
+
+def _make_waits(
+    events: Events, places: NDArray[np.intp], begin: IntArray, until: IntArray, peer: NDArray[Any]
+) -> Events:
+    """Return the waits of messages for other devices, where they last."""
+    lasts = until > begin
+    waits = events.select(places[lasts])
+    return waits._replace(
+        start=begin[lasts],
+        end=until[lasts],
+        kind=np.full_like(waits.kind, KIND_CODE[WAIT]),
+        bytes=np.full_like(waits.bytes, -1),
+        peer=peer[lasts],
+    )
 
 
 def _cut_to_blocked(events: Events) -> Events:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ipu_pipe.model.precision import Masters, collect_gradients, write_weights
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.table import IntArray
 from ipu_pipe.update.optimizer import (
@@ -156,7 +155,7 @@ class UpdateRules:
     """All rules of a run over one optimizer.
 
     `rate(k)`: the learning rate of update k. `switch`: the first asynchronous update; earlier
-    updates are plain, and no state of a rule changes. `masters`: the master copies, if the
+    updates are plain, and no state of a rule changes. `masters`: the master copies (`Masters`) or shards (`Shards`), if the
     optimizer's parameters are master copies of a model's weights. `base`: the rate of which each
     parameter group's rate is a share. `decay`: the decay of a moving average of the weights in the
     optimizer's state, None for no average. `settings(k, group)`: the settings of a parameter group
@@ -170,7 +169,7 @@ class UpdateRules:
         optimizer: torch.optim.Optimizer,
         rate: Callable[[int], float],
         switch: int = 0,
-        masters: Masters | None = None,
+        masters: Any = None,
         base: float | None = None,
         decay: float | None = None,
         settings: GroupSettings | None = None,
@@ -182,6 +181,7 @@ class UpdateRules:
         self.switch = switch
         self.stages = _group_by_stage(optimizer, base)
         trained = [p for stage in self.stages.values() for p in stage.parameters]
+        self.masters = masters
         self.weight_master_pairs = masters.list_pairs(trained) if masters is not None else []
         self._rules = chosen.rules
         # the rules that act on the stages of this process
@@ -356,9 +356,10 @@ class UpdateRules:
             assert rule.compensate is not None
             indices = [i for i, p in enumerate(stage.parameters) if p.grad is not None]
             parameters = [stage.parameters[i] for i in indices]
-            names = list(rule.state(setting)) if rule.state is not None else []
+            follows = rule.state(setting) if rule.state is not None else {}
             entries = {
-                name: [self._get_compensated(stage, p, name) for p in parameters] for name in names
+                name: [self._get_entry(stage, p, name, follow is None) for p in parameters]
+                for name, follow in follows.items()
             }
             age = compute_age(stage.index)
             ages = (
@@ -371,14 +372,19 @@ class UpdateRules:
         for p, gradient in earlier:
             p.grad = gradient if p.grad is None else gradient + p.grad
 
-    def _get_compensated(self, stage: StageState, p: torch.nn.Parameter, name: str) -> torch.Tensor:
-        """Return an entry that microbatches change; it joins the state after the optimizer's first
-        step, which needs it empty.
+    def _get_entry(
+        self, stage: StageState, p: torch.nn.Parameter, name: str, changes: bool
+    ) -> torch.Tensor:
+        """Return a rule's entry. One that microbatches change (`changes`) joins the state after the
+        optimizer's first step, which needs it empty.
         """
-        if (p, name) not in self._compensated:
-            entry = stage.state[p].get(name) if p in stage.state else None
-            self._compensated[p, name] = torch.zeros_like(p) if entry is None else entry
-        return self._compensated[p, name]
+        if (p, name) in self._compensated:
+            return self._compensated[p, name]
+        entry = stage.state[p].get(name) if p in stage.state else None
+        value: torch.Tensor = torch.zeros_like(p) if entry is None else entry
+        if changes:
+            self._compensated[p, name] = value
+        return value
 
     def forget_compensated(self) -> None:
         """Forget the entries that microbatches change: the optimizer has another state now."""
@@ -389,7 +395,7 @@ class UpdateRules:
     def collect(self) -> None:
         """Move the gradients of weights to their master copies after a backward."""
         if self.weight_master_pairs:
-            collect_gradients(self.weight_master_pairs)
+            self.masters.collect_gradients(self.weight_master_pairs)
 
     def rates(self, k: int) -> Floats:
         """Return the learning rates (P,) of update k."""
@@ -491,9 +497,10 @@ class UpdateRules:
             self._move_averages(k, averages)
         if self.weight_master_pairs:
             unchanged = {id(p) for stage in others for p in stage.parameters}
-            write_weights(
+            self.masters.write_weights(
                 [pair for pair in self.weight_master_pairs if id(pair[1]) not in unchanged]
             )
+        # None, because an optimizer steps a parameter whose gradient is zero
         self.optimizer.zero_grad(set_to_none=True)
         for p, gradient in other_gradients:
             p.grad = gradient

@@ -31,13 +31,24 @@ def explain_stage_scope(norm: float, stages: int) -> str:
 MARGIN = 1e-6
 
 
-def compute_gradient_norms(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the Euclidean norm of each gradient that is not None.
+# a parameter with a gradient -> the norm of it
+ComputeNorm = Callable[[torch.Tensor], torch.Tensor]
+
+
+def compute_plain_norm(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the Euclidean norm of a parameter's gradient."""
+    return torch.linalg.vector_norm(parameter.grad)  # type: ignore[arg-type]
+
+
+def compute_gradient_norms(
+    parameters: Iterable[torch.Tensor], compute: ComputeNorm = compute_plain_norm
+) -> list[torch.Tensor]:
+    """Return the Euclidean norm of each gradient that is not None, by `compute`.
 
     Each tensor has its own kernel call, so that the same kernels run whether or not a stage has its
     own process; torch's clipping would take all tensors of a GPU at once.
     """
-    return [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+    return [compute(p) for p in parameters if p.grad is not None]
 
 
 def clip_to_norm(
@@ -49,6 +60,7 @@ def clip_to_norm(
     if not norms:
         return
     total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+    # a comparison in Python would wait for the GPU, which torch's own clipping avoids, too
     _multiply(parameters, torch.clamp(norm / (total + MARGIN), max=1.0))
 
 
@@ -58,9 +70,11 @@ def _multiply(parameters: Iterable[torch.Tensor], scale: float | torch.Tensor) -
             p.grad.mul_(scale.to(p.grad.device) if isinstance(scale, torch.Tensor) else scale)
 
 
-def compute_norm(parameters: Iterable[torch.Tensor]) -> float | None:
+def compute_norm(
+    parameters: Iterable[torch.Tensor], compute: ComputeNorm = compute_plain_norm
+) -> float | None:
     """Return the Euclidean norm of all gradients of these parameters, None if there is none."""
-    norms = compute_gradient_norms(parameters)
+    norms = compute_gradient_norms(parameters, compute)
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else None
 
 
@@ -151,10 +165,12 @@ class GradientClipping:
         stages: Mapping[int, Sequence[torch.nn.Parameter]],
         schedule: Schedule,
         others: OtherStages | None = None,
+        compute: ComputeNorm = compute_plain_norm,
     ) -> None:
         """`clip`: (norm, scope), None for no clipping; `stages`: stage -> parameters, for this
-        process's stages.
+        process's stages. `compute`: of shards, the norm over all of them.
         """
+        self._compute = compute
         self._clip = clip
         self._stages = stages
         self._count = schedule.stages
@@ -175,11 +191,13 @@ class GradientClipping:
         elif scope == "global":
             parameters = [p for stage in self._stages.values() for p in stage]
             clip_to_norm(
-                norm, parameters, self._others.gather_norms(compute_gradient_norms(parameters))
+                norm,
+                parameters,
+                self._others.gather_norms(compute_gradient_norms(parameters, self._compute)),
             )
         else:
             for stage in self._stages.values():
-                clip_to_norm(norm, stage, compute_gradient_norms(stage))
+                clip_to_norm(norm, stage, compute_gradient_norms(stage, self._compute))
 
     def discard_rest(self) -> None:
         """Receive the norms that later updates would have needed, after a run that ended early."""
@@ -188,9 +206,11 @@ class GradientClipping:
         self._norms.clear()
 
     def _clip_by_delayed_norm(self, delayed: DelayedGlobalNorm, k: int) -> None:
-        norms = {s: compute_norm(parameters) for s, parameters in self._stages.items()}
+        norms = {s: compute_norm(ps, self._compute) for s, ps in self._stages.items()}
         source = delayed.get_source(k)
         if source is not None:
+            # received as late as possible: all stages have done that update by now, so nothing
+            # waits
             at_source = {**self._norms.pop(source), **self._others.receive(source)}
             delayed.remember(source, [at_source.get(s) for s in range(self._count)])
         for s, parameters in self._stages.items():

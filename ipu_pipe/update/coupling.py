@@ -76,7 +76,9 @@ def _try(
     torch.manual_seed(seed)
     numbers = torch.Generator().manual_seed(0)
     shape = (len(SCALES), STEPS + 1, SIDE, SIDE)
+    # float64, so that rounding lies far below TOLERANCE
     values = torch.randn(shape, generator=numbers, dtype=torch.float64)[first:]
+    # the constructor's arguments are not known
     trial = object.__new__(type(optimizer))
     left_out = ("param_groups", "state", "step", "eval", "train")
     attributes = {key: value for key, value in vars(optimizer).items() if key not in left_out}
@@ -105,6 +107,7 @@ def _try(
         trial.step()
     moves = [p.detach() - value[0] for p, value in zip(parameters, values)]
     after = [copy_group(group) for group in trial.param_groups]
+    # as text, because == of settings that are tensors is no truth value
     return moves, str(before) != str(after)
 
 

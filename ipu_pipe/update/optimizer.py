@@ -291,8 +291,10 @@ class OptimizersByGroup(torch.optim.Optimizer):
             ),
             {},
         )
+        # all groups of a part are of one member
         self.parts = {part.param_groups[0]["member"]: part for part in parts}
         for part in parts:
+            # one state, so that checkpoints and rules see that of all parts
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -308,6 +310,13 @@ def list_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     )
 
 
+def keeps_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all parts are torch's own optimizers that step each element by itself, whose
+    entries have the shape of their parameter.
+    """
+    return all(type(part) in ELEMENTWISE for part in list_parts(optimizer))
+
+
 def get_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     """Return the kind of optimizer that steps a parameter group of `optimizer`.
 
@@ -317,7 +326,11 @@ def get_kind(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str:
     part = (
         optimizer.parts[group["member"]] if isinstance(optimizer, OptimizersByGroup) else optimizer
     )
-    return KINDS.get(type(part), type(part).__name__)
+    kind = KINDS.get(type(part), type(part).__name__)
+    # torch's Adam is its AdamW with this setting, which a group may have of its own
+    if kind in ("adam", "adamw") and "decoupled_weight_decay" in group:
+        return "adamw" if group["decoupled_weight_decay"] else "adam"
+    return kind
 
 
 def list_kinds(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -450,6 +463,7 @@ class _CopyFactory:
         self._settings = {
             id(p): (
                 number,
+                # a scheduler of the original left initial_lr, from which a new one would begin
                 {key: value for key, value in group.items() if key not in ("params", "initial_lr")},
             )
             for number, group in enumerate(original.param_groups)
@@ -457,6 +471,8 @@ class _CopyFactory:
         }
 
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
+        # torch adds defaults that a constructor does not take, such as AdamW's
+        # decoupled_weight_decay
         accepted = inspect.signature(self._kind.__init__).parameters
         defaults = {key: value for key, value in self._defaults.items() if key in accepted}
         return self._kind(
@@ -529,8 +545,8 @@ def import_state(
 ) -> None:
     """Put back the state that `export_state` returned, whatever the number of stages was then.
 
-    State of parameters that this optimizer does not hold is skipped; its parameters that had none
-    have none afterwards. Raise `BadInput` for a name that the model does not have.
+    State of other trained parameters than this optimizer's is skipped; those that had none have
+    none afterwards. Raise `BadInput` for a name that the model does not have.
     """
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: parameter for parameter, name in names.items()}
@@ -542,14 +558,16 @@ def import_state(
                 f"checkpoint: optimizer state of {name}: the model has no parameter of that name"
             )
         entries.setdefault(name, {})[entry] = value
-    for parameter, name in names.items():
-        if name not in entries and id(parameter) in group_of:
+    # no group has a frozen weight, whose entries wait until it trains again
+    parameters = {p for p in names if id(p) in group_of or not p.requires_grad}
+    for parameter in parameters:
+        if names[parameter] not in entries:
             optimizer.state.pop(parameter, None)
     for name, state in entries.items():
         parameter = by_name[name]
-        if id(parameter) not in group_of:
+        if parameter not in parameters:
             continue
-        group = group_of[id(parameter)]
+        group = group_of.get(id(parameter), {})
         # other optimizers have their step counts on the CPU
         counts_there = bool(group.get("fused") or group.get("capturable"))
         for entry, value in state.items():

@@ -143,6 +143,7 @@ def get_present_rate(scheduler: Any) -> float:
 
 def export_plateau(scheduler: Any) -> dict[str, Any]:
     """Return the state of a scheduler of `make_plateau` for a checkpoint, as JSON values."""
+    # JSON has no infinity, which is the best value before the first evaluation
     best = scheduler.best if math.isfinite(scheduler.best) else None
     return {
         "rate": get_present_rate(scheduler),
@@ -246,6 +247,7 @@ def _make_dummy_optimizer(
     A group has the rate `base` and otherwise the settings of the first of the run's groups that
     come from it, if any trains.
     """
+    # reversed, because the last one that is put in stays
     first = {group["member"]: group for group in reversed(optimizer.param_groups)}
     dummy = torch.optim.SGD(
         [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(members)],

@@ -210,32 +210,63 @@ def compensate_delay(
     torch._foreach_add_(gradients, terms, alpha=values["scale"] * N)
 
 
+# not FTPipe's, which is its optimizer's eps
+GAP_EPS = 1e-8
+STEP_SQUARE = "gap_step_square"
+
+
+def penalize_gap(
+    setting: Setting, gradients: Tensors, age: Tensors | None, entries: Mapping[str, Tensors]
+) -> None:
+    """Divide the gradient of a microbatch by 1 + abs(w_now - w_read) / (sqrt(s) + 1e-8), by element
+    (Barkai et al. 2020, Gap-Aware).
+
+    s is a moving mean of squared steps (`follow_squared_steps`), so that a gap is counted in steps.
+    """
+    if age is None:
+        return
+    roots = torch._foreach_add(torch._foreach_sqrt(entries[STEP_SQUARE]), GAP_EPS)
+    gaps = torch._foreach_div(torch._foreach_abs(age), roots)
+    torch._foreach_div_(gradients, torch._foreach_add(gaps, 1))
+
+
+def follow_squared_steps(setting: Setting) -> Mapping[str, Follow]:
+    """Keep s <- decay s + (1 - decay) (w_{t+1} - w_t)^2; its bias is not corrected (FTPipe)."""
+    decay = setting.values["decay"]
+
+    def follow(square: Tensors, step: Tensors) -> Tensors:
+        torch._foreach_mul_(square, decay)
+        torch._foreach_addcmul_(square, step, step, value=1 - decay)
+        return square
+
+    return {STEP_SQUARE: follow}
+
+
 def list_compensation_conflicts(
-    settings: Any, method: Method, acting_keys: Sequence[str]
+    key: str, settings: Any, method: Method, acting_keys: Sequence[str]
 ) -> list[str]:
     """List the reasons why a gradient does not belong to a single version of the weights, or why
-    another rule changes it.
+    another rule than `key` changes it.
     """
     if method.predicts:
         why = f"{method.name} is itself a weight prediction, and both compensate for the same delay"
-        return [f"method_args.delay_compensation: {why}"]
+        return [f"method_args.{key}: {why}"]
     if method.backward_reads is not Reads.STASHED:
         return [
-            f"method_args.delay_compensation: with {method.name} here the passes of a microbatch "
+            f"method_args.{key}: with {method.name} here the passes of a microbatch "
             f"read different weights, but the rule needs one version: set "
             f"{Argument('method_args', {'stash': True})}"
         ]
     if method.order is not None and method.order.splits:
         return [
-            "method_args.delay_compensation: not with split_backward, whose weight gradients come "
+            f"method_args.{key}: not with split_backward, whose weight gradients come "
             "after later updates"
         ]
-    if "weight_prediction" in acting_keys:
-        return [
-            "method_args.delay_compensation: cannot be combined with weight_prediction: both "
-            "compensate for the same delay"
-        ]
-    return []
+    others = {"weight_prediction", "delay_compensation"}.intersection(acting_keys) - {key}
+    return [
+        f"method_args.{key}: cannot be combined with {other}: both compensate for the same delay"
+        for other in sorted(others)
+    ]
 
 
 # ---- steps
@@ -290,11 +321,11 @@ def feed_back_error(setting: Setting, move: Move) -> list[tuple[Tensors, float]]
     """Add the error of the previous step to the optimizer's step d_t: w_{t+1} = w_t + d_t + k D
     (d_t - d_{t-1}), k = `scale`.
 
-    This rule is ours, after the description of the correction in "One-Step Gradient Delay is Not a
-    Barrier" (arXiv 2606.30634), whose formula we do not have. With a delay of one update, d_t
-    follows from the gradient at w_{t-1}. It should have been the step of the previous update, which
-    was d_{t-1} instead; the error d_t - d_{t-1} is corrected now. For D updates the change is
-    extrapolated. The first step is not changed.
+    With a delay of one update this is the correction of "One-Step Gradient Delay is Not a Barrier"
+    (arXiv 2606.30634): d_t follows from the gradient at w_{t-1}. It should have been the step of
+    the previous update, which was d_{t-1} instead; the error d_t - d_{t-1} is corrected now. For D
+    updates the change is extrapolated, which is ours. The first step is not changed. An update
+    without a gradient makes no step, so that the next one is added to 0.
     """
     factor = setting.values["scale"] * setting.lag
     previous_step = [state.get(DELAYED_STEP, step) for state, step in zip(move.states, move.step)]
@@ -525,8 +556,16 @@ _ROWS = (
         "Zheng et al. 2017 (DC-ASGD)",
         "g <- g + lambda g*g*(w_now - w_read)",
         compensate=compensate_delay,
-        method_faults=list_compensation_conflicts,
+        method_faults=functools.partial(list_compensation_conflicts, "delay_compensation"),
         state=lambda setting: {MEAN_SQUARE: None} if setting.values["adaptive"] else {},
+    ),
+    Rule(
+        "gap_aware",
+        "Barkai et al. 2020 (Gap-Aware), in the form of FTPipe",
+        "g <- g / (1 + |w_now - w_read| / sqrt(s)); s <- decay s + (1 - decay) (w_{t+1} - w_t)^2",
+        compensate=penalize_gap,
+        method_faults=functools.partial(list_compensation_conflicts, "gap_aware"),
+        state=follow_squared_steps,
     ),
     Rule(
         "gradient_shrinking",
@@ -549,7 +588,7 @@ _ROWS = (
     ),
     Rule(
         "error_feedback",
-        "ours, after the description in arXiv 2606.30634",
+        "arXiv 2606.30634; for delays above 1 ours",
         "w <- w + d_t + k D (d_t - d_{t-1})",
         step=feed_back_error,
         state=lambda setting: {DELAYED_STEP: lambda _, step: step},

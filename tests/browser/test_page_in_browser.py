@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, List
@@ -14,6 +16,7 @@ import pytest
 from ipu_pipe.report import page as page_module
 from ipu_pipe.report.analysis.analyze import read_and_analyze
 from ipu_pipe.report.page import write_page
+from ipu_pipe.schedule.timelines import make_schedule
 from tests.page_example import (
     HOSTILE,
     MICROBATCHES,
@@ -21,6 +24,7 @@ from tests.page_example import (
     make_example_trace,
     make_split_example_trace,
 )
+from tests.support.runs import ROOT
 from tests.test_trace_profiler import write_two_ranks
 
 pytestmark = pytest.mark.browser
@@ -284,8 +288,9 @@ def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
     assert "0 (" in page.read_text("#devices tbody tr") and "3 (" in page.read_text(
         "#devices tbody tr"
     )
+    # columns of which nothing is known are left out
     assert page.read_text("#stages thead").endswith(
-        "forward backward input gradient weight gradient update FLOP/s"
+        "forward backward input gradient weight gradient update"
     )
     page.save_screenshot("halves")
 
@@ -407,7 +412,7 @@ def test_an_injected_script_does_not_run(browser: Any, tmp_path: Path) -> None:
     page.assert_quiet()
 
 
-def test_missing_figures_are_shown_as_not_known(
+def test_missing_figures_are_left_out(
     open_page: Callable[..., BrowserPage],
 ) -> None:
     trace, analysis = make_example_trace()
@@ -417,7 +422,9 @@ def test_missing_figures_are_shown_as_not_known(
         {key: [] if isinstance(value, list) else value for key, value in analysis.items()},
     ):
         page = open_page(trace, analysis_given)
-        assert "not known" in page.read_text("#answer") and page.wait_until_drawn()[1] > 0
+        answer = page.read_text("#answer")
+        assert "Bottleneck" in answer and "not known" not in answer
+        assert page.wait_until_drawn()[1] > 0
     empty = trace._replace(
         events=trace.events.select(slice(0)),
         counters=type(trace.counters).from_rows([]),
@@ -455,3 +462,42 @@ def test_the_page_of_two_of_pytorchs_pipelines_shows_both(browser: Any, tmp_path
     pieces = page.run_script("return document.querySelectorAll('#path i').length")
     assert pieces == len(analysis["critical_path"]["pieces"])
     assert "span" in page.run_script(read % ("comparison", "textContent"))
+
+
+def test_the_sites_search_works_from_a_folder(browser: Any, tmp_path: Path) -> None:
+    """Story: a page that is opened from a folder showed no search at all."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--config-file"]
+    config = str(ROOT / "docs" / "site" / "mkdocs.yml")
+    subprocess.run([*command, config, "--site-dir", str(tmp_path)], check=True)
+    browser.get((tmp_path / "compare.html").as_uri())
+    field = browser.find_element("css selector", "input.md-search__input")
+    field.click()
+    field.send_keys("staleness")
+    WebDriverWait(browser, 30).until(
+        lambda driver: driver.find_elements("css selector", "a.md-search-result__link")
+    )
+    assert not browser.get_log("browser")
+
+
+def test_a_schedule_plays(browser: Any, tmp_path: Path) -> None:
+    schedule = make_schedule("gpipe", 3, 4, 4)
+    path = tmp_path / "schedule.html"
+    path.write_text(
+        f"<!doctype html><meta charset=utf-8>{schedule._repr_html_()}", encoding="utf-8"
+    )
+    browser.get(path.as_uri())
+
+    def read_seen_slots() -> List[bool]:
+        script = "return [...document.querySelector('tr').cells].map(cell => cell.style.opacity)"
+        return [opacity != "0.15" for opacity in browser.execute_script(script)][1:]
+
+    assert all(read_seen_slots())
+    browser.execute_script("const s = document.querySelector('input'); s.value = 2; s.oninput()")
+    assert read_seen_slots() == [slot <= 2 for slot in range(schedule.slot_count)]
+    browser.execute_script("document.querySelector('button').click()")
+    end = time.monotonic() + 60
+    while not read_seen_slots()[-1] and time.monotonic() < end:
+        time.sleep(0.1)
+    assert all(read_seen_slots())

@@ -19,10 +19,10 @@ from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
 from ipu_pipe.data.sources import TensorData
 from ipu_pipe.job.evaluation import EvaluationResult
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import PlannedJob
 from ipu_pipe.model.stages import begin_stage
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.pipeline.flow import Flow
+from ipu_pipe.run.build import build
 from ipu_pipe.schedule.methods import METHODS
 from tests.support.flows import evaluate_on_test_set
 
@@ -233,7 +233,7 @@ def make_case_config(case: Case, backend: str) -> Config:
     return configure(**{"log": log, **case.keys, "backend": backend_keys})
 
 
-def build_job(case: Case, backend: str = "distributed") -> Job:
+def build_job(case: Case, backend: str = "distributed") -> PlannedJob:
     """Return the job of a rank, or of the emulator."""
     return build(
         make_case_config(case, backend),
@@ -242,7 +242,7 @@ def build_job(case: Case, backend: str = "distributed") -> Job:
     )
 
 
-def train_job(flow: Flow, job: Job, case: Case) -> Result:
+def train_job(flow: Flow, job: PlannedJob, case: Case) -> Result:
     """Train as `run.loop` does, and return the result."""
     engine = flow.engine
     result = Result([], [], [])

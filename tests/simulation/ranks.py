@@ -22,7 +22,7 @@ from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import WARM_UP
 from ipu_pipe.backends.processes.nccl import make_channels
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import PlannedJob
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.replay.run import Run
 from tests.simulation.cases import (
@@ -46,16 +46,16 @@ class Prepared(NamedTuple):
 
     case: Case
     expected: Result
-    jobs: List[Job]
+    jobs: List[PlannedJob]
     calls: List[int]
 
 
 def prepare_case(case: Case) -> Prepared:
     """Return a case ready to run. Raise `BadInput` if it is refused."""
     expected, jobs = run_on_emulator(case), []
-    with mock.patch.object(dist, "get_world_size", lambda: case.ranks):
+    with mock.patch.object(dist, "get_world_size", lambda group=None: case.ranks):
         for rank in range(case.ranks):
-            with mock.patch.object(dist, "get_rank", lambda rank=rank: rank):
+            with mock.patch.object(dist, "get_rank", lambda group=None, rank=rank: rank):
                 jobs.append(build_job(case))
     prepared, network = Prepared(case, expected, jobs, []), Network(0, case.ranks, DEADLINE)
     network.has_one_clock = True  # as most seeds have: a rank is lost at one of these calls

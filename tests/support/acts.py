@@ -22,6 +22,7 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
+from ipu_pipe.update.rules import select_rules
 from tests.literal_replay import ActedStage, LiteralRules, replay
 
 SAMPLES = 12
@@ -226,6 +227,7 @@ ACTS: Dict[str, Callable[[Scene], Any]] = {
     # what is trained
     "freeze": lambda scene: scene.model[5].requires_grad_(False),
     "unfreeze": lambda scene: scene.model[0].requires_grad_(True),
+    "train again": lambda scene: scene.model[5].requires_grad_(True),
     "replace a module": replace_module,
     "replace a layer": replace_layer,
     # hooks
@@ -239,6 +241,7 @@ ACTS: Dict[str, Callable[[Scene], Any]] = {
     "rate": scale_rate,
     "momentum": set_group(momentum=0.5),
     "weight decay": set_group(weight_decay=0.1),
+    "maximize": set_group(maximize=True),
     "clear state": lambda scene: scene.optimizer.state.clear(),
     "own state": lambda scene: scene.optimizer.load_state_dict(scene.optimizer.state_dict()),
     # gradients
@@ -392,6 +395,7 @@ def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
             "model.state_dict(): ",
             "single memory location",
             "xla has no",
+            "xla does not support it",
             "PopTorch compiled it",
         )
         if any(words in str(error) for words in ours):
@@ -456,10 +460,14 @@ def draw_walk(seed: int, cuts: Sequence[Tuple[str, ...]] = CUTS) -> Walk:
     """Draw a pipeline and one to four acts at drawn moments, half of them right after a drain."""
     draw = random.Random(seed)
     walk = draw_pipeline(draw, cuts)
+    # a rule that is defined without maximize refuses it when the pipeline is built anew
+    has_rules = bool(select_rules(walk.args, resolve_method(walk.method, walk.args)))
     plan: Plan = {}
     for moment in sorted(draw.choices(range(walk.steps - 1), k=draw.randint(1, 4))):
         before = ["drain"] if draw.random() < 0.5 else []
-        plan.setdefault(moment, []).extend([*before, draw.choice(list(ACTS))])
+        act = draw.choice(list(ACTS))
+        act = "momentum" if act == "maximize" and has_rules else act
+        plan.setdefault(moment, []).extend([*before, act])
     return walk._replace(plan=plan)
 
 

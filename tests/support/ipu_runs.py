@@ -13,7 +13,7 @@ from torch import nn
 
 from ipu_pipe.config.load import configure, read_yaml
 from ipu_pipe.data.sources import TensorData
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests.staged_models import MODELS, TIED, SkippingModel, join_stages
 from tests.support.runs import ROOT

@@ -13,6 +13,7 @@ history_delays      how delays grow in randomized PipeDream
 stability           the command tools/stability.py: a run's stages, or the papers' figures
 theory_figures      figures of the theory of delayed updates
 half_lives          half-lives of errors over a range of curvatures
+overview            writes the page of all judged claims from the stored results
 bounds, costs       convergence bounds, and FLOPs of local-parallel training
 plots               how the figures of experiments are drawn
 """

@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Request:
-    """The options of one call: the folder of runs, and seeds, rows and size in place of the
+    """The options of one call: the folder of runs, and seeds, rows, epochs and size in place of the
     experiment's own.
 
     `jobs` runs are made at a time. `say` prints progress.
@@ -40,6 +40,7 @@ class Request:
     seeds: Sequence[int] = ()
     rows: Sequence[str] = ()
     full: bool = False
+    epochs: Optional[int] = None
     jobs: int = 1
     say: Callable[[str], None] = print
 
@@ -96,7 +97,8 @@ class Experiment:
 
     `size` describes its rows and seeds in words. `make_findings` makes the runs of a request in a
     folder; the request lists all rows and seeds.
-    `labels` are the rows that can be chosen, `seeds` the default seeds, and `has_full` says whether
+    `labels` are the rows that can be chosen, `seeds` the default seeds, `epochs` the default
+    length (0 if it is not counted in epochs), and `has_full` says whether
     the paper's size can be run. Options without a choice are refused. `hours` is the approximate
     time on one core.
     """
@@ -110,10 +112,12 @@ class Experiment:
     seeds: Sequence[int] = ()
     has_full: bool = False
     hours: float = 0.0
+    epochs: float = 0
 
     def check(self, request: Request) -> None:
         """Raise `BadInput` for options that do not apply and for rows that do not exist."""
         options = {"rows": self.labels, "seeds": self.seeds, "full": self.has_full}
+        options["epochs"] = self.epochs
         faults = [
             f"--{option}: {self.name}: it has none to choose from; leave the option out"
             for option, allowed in options.items()
@@ -134,13 +138,12 @@ class Experiment:
     def run(self, request: Request) -> Outcome:
         """Make the unfinished runs and report the results."""
         full = request.full and self.has_full
-        folder = request.runs / (self.name + ("-full" if full else ""))
+        epochs = request.epochs if self.epochs else None
+        size = (" --full" if full else "") + (f" --epochs {epochs}" if epochs else "")
+        folder = request.runs / (self.name + size.replace(" --", "-").replace(" ", "-"))
         rows, seeds = request.rows or self.labels, request.seeds or self.seeds
-        return self.report(
-            self.make_findings(replace(request, rows=rows, seeds=seeds, full=full), folder),
-            folder,
-            full,
-        )
+        chosen = replace(request, rows=rows, seeds=seeds, full=full, epochs=epochs)
+        return self.report(self.make_findings(chosen, folder), folder, size)
 
     def publish(
         self, request: Request, out: Optional[Path], tell: Callable[[str], None]
@@ -154,11 +157,11 @@ class Experiment:
         tell("files:\n  " + "\n  ".join(map(str, files)))
         return outcome.results
 
-    def report(self, findings: Findings, folder: Path, full: bool = False) -> Outcome:
+    def report(self, findings: Findings, folder: Path, size: str = "") -> Outcome:
         """Return findings as JSON and as Markdown: title, table, the verdicts on the paper's
-        claims, notes.
+        claims, notes. `size`: the options of the command that change the runs' length.
         """
-        command = f"python tools/reproduce.py {self.name}" + (" --full" if full else "")
+        command = f"python tools/reproduce.py {self.name}{size}"
         intro = f"Source: {self.source}. Made by `{command}`{findings.conditions}"
         lines = [f"# {self.title}", "", intro, "", *make_table(findings.columns, findings.cells)]
         if findings.verdicts:

@@ -37,9 +37,9 @@ from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_modes
-from ipu_pipe.pipeline.build import build
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.report.plots import open_figure
+from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.store import checkpoint

@@ -76,6 +76,12 @@ Exit codes: 0 done (also where results differ from the paper: the table says so)
         help="of all, only experiments that take one core so long, about",
     ),
     option("--full", action="store_true", help="at the paper's size"),
+    option(
+        "--epochs",
+        type=int_in(1, 100_000),
+        metavar="N",
+        help="shorter or longer runs, in a folder of their own",
+    ),
     QUIET,
 )
 def main(args: argparse.Namespace) -> None:
@@ -94,7 +100,13 @@ def main(args: argparse.Namespace) -> None:
             args.print_result(f"{e.name:30s} {e.title} ({e.source}); {e.size}")
         return
     request = Request(
-        args.runs, args.seeds or (), args.rows or (), args.full, args.jobs, args.print_progress
+        args.runs,
+        args.seeds or (),
+        args.rows or (),
+        args.full,
+        args.epochs,
+        args.jobs,
+        args.print_progress,
     )
     runs_all = args.experiment == ["all"]
     if args.at_most is not None and not runs_all:

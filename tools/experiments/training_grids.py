@@ -47,7 +47,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Positive, Section, Seed
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.files import write_json
-from ipu_pipe.pipeline.build import build
+from ipu_pipe.run.build import build
 from tools.experiments.experiment import Experiment, Findings, Key, Request, run_all
 from tools.experiments.measures import (
     MEASURES,
@@ -234,7 +234,10 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
 
     def make_findings(request: Request, folder: Path) -> Findings:
         labels = {*request.rows, *map(grid.get_earlier_row, request.rows)}
-        rows = {label: row for label, row in grid.rows.items() if label in labels}
+        length = {} if request.epochs is None else {"epochs": request.epochs}
+        rows = {
+            label: {**(row or {}), **length} for label, row in grid.rows.items() if label in labels
+        }
         selected = grid.model_copy(update={"rows": rows})
         request.say(f"{grid.title}: {len(rows)} rows x {len(request.seeds)} seeds")
         refuse_rows(name, selected, folder, request.full)
@@ -257,6 +260,7 @@ def make_experiment(name: str, grid: TrainingGrid) -> Experiment:
         grid.seeds,
         grid.full is not None,
         hours,
+        grid.base.get("epochs", 0),
     )
 
 

@@ -24,10 +24,11 @@ A prediction measures nothing. It is *predicted*, with how far it is off the pri
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
+
+from ipu_pipe.comparison.verdicts import compute_critical_t
 
 SHOWN, LIKELY, UNLIKELY, CONTRADICTED = "shown", "likely", "unlikely", "contradicted"
 UNDECIDED, NOT_COUNTED, NOT_RUN = "cannot be told", "not counted", "not run"
@@ -110,14 +111,6 @@ def _find_word(t: float, seeds: int) -> str:
     critical = compute_critical_t(seeds)
     words = ((critical, SHOWN), (2.0, LIKELY)), ((critical, CONTRADICTED), (2.0, UNLIKELY))
     return next((word for least, word in words[t < 0] if abs(t) >= least), UNDECIDED)
-
-
-@functools.lru_cache(maxsize=None)
-def compute_critical_t(seeds: int) -> float:
-    """Return the two-sided 95 % point of Student's t for a mean over `seeds`."""
-    from scipy.stats import t
-
-    return float(t.ppf(0.975, seeds - 1))
 
 
 def judge_exactly(claim: str, holds: bool, difference: float) -> Verdict:

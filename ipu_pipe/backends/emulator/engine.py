@@ -20,7 +20,6 @@ from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_s
 from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
-from ipu_pipe.model.precision import export_loss
 from ipu_pipe.model.timing import (
     SECONDS_OF_STAGE,
     BestSeconds,
@@ -35,7 +34,7 @@ from ipu_pipe.model.timing import (
 from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work, list_exactness_faults
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.optimizer import count_state_bytes, export_state, list_parts
+from ipu_pipe.update.optimizer import count_state_bytes, list_parts
 
 # ---- profile: time each stage's passes and updates after training
 
@@ -97,6 +96,7 @@ def _time_updates(run: Run) -> BestSeconds:
     copies = copy.deepcopy(optimizers)
     groups_of_copy = [optimizer.param_groups for optimizer in copies]
     for p in (p for groups in groups_of_copy for group in groups for p in group["params"]):
+        # an optimizer skips parameters without a gradient
         p.grad = torch.zeros_like(p)
     kind = get_kind(run.device.type)
 
@@ -154,6 +154,7 @@ class EmulatorEngine(Engine):
         with attribute_faults(lambda: self._emulator.activity):
             for _ in range(self._block_updates):
                 self._emulator.advance(*self._read_batch())
+            # a CPU has the results already; for a GPU's the host waits when they are taken
             if not does_reading_synchronize(self.run.device):
                 self._keep(self._emulator.read())
 
@@ -230,12 +231,8 @@ class EmulatorEngine(Engine):
         return steps
 
     def collect_state(self) -> CheckpointState | None:
-        with self.run.precision.put_masters_in_place():
-            model = self.run.model.state_dict()
         with self._emulator.export_replicas():
-            return CheckpointState(
-                model, *export_state(self.run.optimizer, self.names), export_loss(self.run.loss)
-            )
+            return super().collect_state()
 
     def report(self) -> Report | None:
         state = count_state_bytes(

@@ -32,7 +32,7 @@ from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.user_code import StageWatch
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.model.batch import call_model, count_samples, get_first_tensor
+from ipu_pipe.model.batch import call_model, clone_tensors, count_samples, get_first_tensor
 from ipu_pipe.model.loss import (
     BlockOutputs,
     compute_losses,
@@ -99,6 +99,7 @@ class Emulator:
         if replicas > 1 and self._independent is None:
             parameters = [p for stage_parameters in stages.values() for p in stage_parameters]
             self._gradient_replicas = GradientReplicas(model, parameters, replicas)
+        # a sum of floats depends on its order, so gradients are added in that of the row
         self._row_order = (
             None if work.schedule.in_order else GradientsInRowOrder(work.schedule, stages)
         )
@@ -244,8 +245,11 @@ class Emulator:
         recomputation the second forward's).
         """
 
-        def forward() -> Forward:
+        def forward(x: Any, y: Any) -> Forward:
             self._watch.stage = 0
+            # inputs of another shape are recorded before draws are keyed, whose calls are counted
+            if self._blocks is not None:
+                self._blocks.pieces[0].cut.prepare(x, training=True)
             with self._key_draws(replay, is_backward=False):
                 output = call_model(self.model, x)
             self._watch.stage = self._last_stage
@@ -256,12 +260,14 @@ class Emulator:
         self.weights.load(replay.forward)
         self._phase = "forward"
         if self._recomputation is None or replay.recompute is None:
-            result = forward()
+            result = forward(x, y)
             return result, result[1]
-        result = self._recomputation.record(forward)
+        # copies, because the model and the loss may write to what they get
+        copies = clone_tensors((x, y))
+        result = self._recomputation.record(lambda: forward(*copies))
         self.weights.load(replay.recompute)
         self._phase = "recomputation"
-        return result, self._recomputation.repeat(forward)[1]
+        return result, self._recomputation.repeat(lambda: forward(x, y))[1]
 
     def _update(self, replay: Replay) -> None:
         self._phase = "update"

@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
-import json
 import os
 import sys
 import warnings
+from functools import partial
 from typing import Any, Mapping
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ipu_pipe.backends.features import list_lacking
 from ipu_pipe.backends.interface import Backend, Engine
 from ipu_pipe.backends.ipu.blocks import BlockEngine
 from ipu_pipe.backends.ipu.engine import PoptorchEngine
@@ -28,6 +29,7 @@ from ipu_pipe.backends.ipu.placement import (
     read_poprun_share,
     round_up_ipus,
 )
+from ipu_pipe.backends.ipu.sdk import predict_refusals
 from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.ipu.wrapping import copy_body
 from ipu_pipe.backends.ranks import is_distributed
@@ -43,14 +45,11 @@ from ipu_pipe.hardware.memory import make_lockstep_schedule
 from ipu_pipe.job.factories import place_whole
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import announce_rank, read_launch
-from ipu_pipe.model.loss import OwnLoss, takes_whole_output
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.refusals import BATCH, EMULATOR, NONE, OWN_LOSS, Argument, Words, name_key
+from ipu_pipe.refusals import EMULATOR, Argument, Words, name_key
 from ipu_pipe.replay.run import Run
 from ipu_pipe.schedule.stretches import IntArray
-from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.text import list_some
 
 # seconds that a process may wait for another one that compiles
 COMPILATION = 3600.0
@@ -90,13 +89,6 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
             f"{Argument('backend')}: poptorch: one process drives all IPUs: start it without "
             "torchrun (poprun: replicas)"
         )
-    if ipu.profile.pvti is not None:
-        # libpvti reads it at its import
-        os.environ.setdefault(
-            "PVTI_OPTIONS", json.dumps({"enable": "true", "directory": ipu.profile.pvti})
-        )
-    if ipu.wait_for_ipu:
-        os.environ.setdefault("POPTORCH_WAIT_FOR_IPU", "1")
     # PopTorch's import passes the file of sys.stderr to its crash handler, but a notebook's stderr
     # has no file
     stderr_with_file = sys.__stderr__ or open(os.devnull, "w")
@@ -142,50 +134,10 @@ def list_faults(job: Job) -> list[str]:
     """Return the reasons why PopTorch cannot run the job, one line each; empty if none is known
     before compiling.
     """
-    config = job.config
-    others = f"use {EMULATOR} or distributed"
-    faults = []
-    if job.requested_fields:
-        asks = ", ".join(job.requested_fields)
-        faults.append(
-            f"loss: takes {asks} of the batch: on IPUs a loss takes only outputs and labels: "
-            f"{others}"
-        )
-    elif not all(isinstance(part, torch.Tensor) for part in job.example):
-        faults.append(f"{BATCH}: IPUs take batches (x, y) of two tensors: {others}")
-    elif not takes_whole_output(job.loss):
-        key = OWN_LOSS if isinstance(job.loss, OwnLoss) else "model.output"
-        faults.append(f"{key}: IPUs take a model that returns a tensor: {others}")
-    elif job.updates_per_epoch is None and job.updates < OPEN:
-        faults.append(f"data: the training data has no length, which IPUs need: {others}")
-    if job.loss_weight is not None and config.gradient_accumulation * config.replicas > 1:
-        why = (
-            "PopTorch averages an update's microbatches and replicas itself, and all count the same"
-        )
-        faults.append(f"loss_weight: {config.loss_weight}: {why}: must be {NONE}, or {others}")
-    complex_buffers = [name for name, buffer in job.model.named_buffers() if buffer.is_complex()]
-    if complex_buffers:
-        faults.append(
-            f"model: {list_some(complex_buffers)}: complex: IPUs have no complex numbers: {others}"
-        )
-    # a planned run has one rate, of which stages take shares; a caller's loop sets that of each
-    # group
-    if job.base_rate and any(group["lr"] != job.base_rate for group in job.optimizer.param_groups):
-        faults.append(
-            f"optimizer: parameter groups with different learning rates: not with "
-            f"{Argument('backend')} poptorch: must have one"
-        )
-    if faults:
-        return faults
-    local = (
-        read_poprun_share(config.replicas).replicas
-        if importlib.util.find_spec("poptorch") is not None
-        else None
-    )
-    faults = check_model(
-        config, job.method, observe_model(job), local if local != config.replicas else None
-    )
-    return faults + _list_foreign_reads(job)
+    # the trials below need what the job lacks
+    if list_lacking(job):
+        return []
+    return [*check_model(job.config, job.method, observe_model(job)), *_list_foreign_reads(job)]
 
 
 def _list_foreign_reads(job: Job) -> list[str]:
@@ -194,13 +146,12 @@ def _list_foreign_reads(job: Job) -> list[str]:
     """
     if takes_output_alone(job.loss):
         return []
-    # the copies need the hooks of the keyed draws
+    # the hooks of the keyed draws are copied with the model, and must be there before
     randomness = KeyedRandomness(job.model, job.effects.draws, 0, job.device)
     try:
         body = copy_body(job.model)
         stages = [
-            LossStage(0, [body], lambda x, i=i: list(body.run_blocks(x))[i][0])  # type: ignore[misc]
-            for i in range(body.losses)
+            LossStage(0, [body], partial(_run_block, body, block)) for block in range(body.losses)
         ]
         trial = LossTrial(job.model, (), job.loss, job.example, randomness)
         place = "PopTorch compiles a copy of the model, in which it cannot read them"
@@ -208,6 +159,11 @@ def _list_foreign_reads(job: Job) -> list[str]:
         return list(dict.fromkeys(list_foreign_reads(trial, stages, place, remedy)))
     finally:
         randomness.remove()
+
+
+def _run_block(body: Any, block: int, x: torch.Tensor) -> Any:
+    """Return the output of one of the blocks with losses of a model's copy."""
+    return list(body.run_blocks(x))[block][0]
 
 
 def note(job: Job) -> str:
@@ -243,17 +199,15 @@ def make(run: Run, first_update: int, table: VersionTable) -> Engine:
     ipus = place_stages(ipu, len(run.partition)).ipu_count
     share = read_poprun_share(options.replicas)
     count = 1 if is_block else round_up_ipus(ipus * share.replicas)
-    simulated = (
-        ipu.use_ipu_model
-        or ipu.offline_target is not None
-        or os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
-    )
-    if not (simulated or ipu.wait_for_ipu or poptorch.ipuHardwareIsAvailable(count)):
+    # by these variables PopTorch takes a simulator, or waits until a device is free
+    names = ("POPTORCH_IPU_MODEL", "POPTORCH_WAIT_FOR_IPU")
+    needs_none = ipu.is_simulated or any(os.environ.get(n, "0") not in ("", "0") for n in names)
+    if not (needs_none or poptorch.ipuHardwareIsAvailable(count)):
         raise BadInput(
             f"{Argument('backend')}: poptorch: this machine has no device of {count} IPUs: take "
-            f"fewer stages or replicas, or compile without one: "
+            f"fewer stages or replicas (over 64: poprun --num-instances), or compile without one: "
             f"{name_key('backend.ipu.compile_only')}=true "
-            f"{name_key('backend.ipu.offline_target')}=2"
+            f"{name_key('backend.ipu.options.useOfflineIpuTarget')}=2"
         )
     return (BlockEngine if is_block else PoptorchEngine)(run, first_update, table)
 
@@ -282,4 +236,5 @@ BACKEND = Backend(
     make_engine=make,
     make_options=IpuOptions.of,
     count_in_flight=count_in_flight,
+    predict_refusals=predict_refusals,
 )

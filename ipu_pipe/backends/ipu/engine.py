@@ -10,16 +10,16 @@ the two compiled models; they are made from a copy of the user's model, into whi
 copied back at evaluations, at checkpoints and at the end.
 
 After a device error that PopTorch calls recoverable, the engine makes new executors from the state
-of the last checkpoint and repeats the updates since then. In a loop of the caller's own such an
-error ends the run, since its batches are not kept.
+that was last copied to the host and repeats the updates since then. In a loop of the caller's own
+such an error ends the run, since its batches are not kept.
 
 Tested against tests/poptorch_double; not run on hardware.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import itertools
 import sys
 import time
 from typing import Any, Callable, Iterator, TypeVar
@@ -27,7 +27,7 @@ from typing import Any, Callable, Iterator, TypeVar
 import torch
 import torch.distributed as dist
 
-from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
+from ipu_pipe.backends.interface import CheckpointState, HostModelEngine, Report, StepResult
 from ipu_pipe.backends.ipu.config import DataLoading
 from ipu_pipe.backends.ipu.executors import (
     Executors,
@@ -45,13 +45,14 @@ from ipu_pipe.backends.ipu.optimizer import (
 )
 from ipu_pipe.backends.ipu.options import IpuOptions, make_options
 from ipu_pipe.backends.ipu.placement import (
+    Placement,
     is_pipelined,
     place_stages,
     read_poprun_share,
     round_up_ipus,
 )
 from ipu_pipe.backends.ipu.profile import CallTimes, read_profiles
-from ipu_pipe.backends.ipu.wrapping import get_unsplit_name, wrap
+from ipu_pipe.backends.ipu.wrapping import wrap
 from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.errors import BadInput, RunFault, end_process
 from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics, Tally, evaluate_sums
@@ -66,99 +67,220 @@ from ipu_pipe.trace.events import Counters, Events
 Result = TypeVar("Result")
 
 
-class PoptorchEngine(Engine):
-    """The executors of this process's replicas, their data loader, and the snapshot from which new
-    ones start.
+class IpuEngine(HostModelEngine):
+    """The compiled models on this process's IPUs, and the state from which new ones start.
+
+    A subclass says what a call trains, and makes the executors. `options`: those of the model that
+    is compiled here.
     """
 
-    # PopTorch flushes its pipeline at each update
-    makes_updates_at_once = is_empty_after_calls = True
-    leaves_weights_stale = True
+    executors: Executors | None = None
+    # the number of losses of an evaluation, and those that are computed here
+    _loss_count = 1
+    _losses_here = slice(None)
+    _ipu_id: int | None = None
 
-    def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
+    def __init__(self, run: Run, placement: Placement, timeline: CallTimes) -> None:
+        """`placement`: of the model that is compiled here."""
         import poptorch
 
         super().__init__(run)
         self.options: IpuOptions = run.options
         self.ipu = self.options.ipu
-        self.updates_per_call = self.ipu.device_iterations
-        self._share = read_poprun_share(self.options.replicas)
-        self.is_main = self._share.first == 0
-        # number of other poprun instances; if there are any, a device error ends the run: they
-        # cannot restart together
-        self._other_instances = dist.get_world_size() - 1 if are_joined() else 0
-        self._placement = place_stages(self.ipu, len(run.partition))
-        blocks = get_blocks(run.model)
-        self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
-        # a caller's loop gives a batch once
-        self._reads_again = run.batches.reads_again
-        self._may_retry = self._reads_again
-        if self._other_instances:
-            self.newest_model = None
-        self._results: dict[int, StepResult] = {}
-        self._timeline = CallTimes(run.trace)
+        self._placement = placement
+        self._timeline = timeline
+        self._world = dist.get_world_size() if are_joined() else 1
+        self._rank = dist.get_rank() if are_joined() else 0
+        self.is_main = self._rank == 0
         # PopVision's system trace is written if the SDK's libpvti is installed and PVTI_OPTIONS is
         # set
         self._channel = poptorch.profiling.Channel("ipu_pipe")
-        self.executors: Executors | None = None
-        self.reopen(first_update, table, is_loaded=True)
-        if self.ipu.compile_only:
-            self._compile_only()
 
-    def _start(self) -> None:
-        """Make executors and data loader that continue from the last snapshot."""
-        run = self.run
-        last = self._last_snapshot
-        share = self._share
-        wrapped = wrap(run.model, run.loss, run.partition, self.options.precision, self.ipu)
-        tensors = {
-            get_unsplit_name(name): t for name, t in wrapped.state_dict(keep_vars=True).items()
+    def _read_host(self, update: int) -> None:
+        """Start from the host's weights and optimizer state, after this many updates."""
+        model = {
+            name: value.detach().clone() for name, value in self.run.model.state_dict().items()
         }
-        with torch.no_grad():
-            for name, value in last.model.items():
-                tensors[name].copy_(value)
-        executors = Executors(
-            run,
-            wrapped,
-            self._make_options,
-            run.example[0],
-            last.optimizer,
-            last.update,
-            self._timeline,
+        self._saved = Snapshot(update, model, import_state(self.run.optimizer))
+        self._done = update
+
+    def _make_executors(self, example: torch.Tensor, block: int | None = None) -> None:
+        run = self.run
+        wrapped = wrap(run.model, run.loss, run.partition, self.options.precision, block)
+        self.executors = Executors(
+            run, wrapped, self._make_options, example, self._saved, self._timeline
         )
-        replicas = range(share.first, share.first + share.replicas)
-        self.calls = Calls(
-            self.options.data,
-            self.options,
-            run.per_epoch,
-            range(last.update, self.options.updates),
-            replicas,
-        )
-        with describe_errors("starting the data loader"):
-            loading = DataLoading() if self.ipu.compile_only else self.ipu.data_loading
-            self.feed = Feed(self.calls, loading, executors.training_options)
-        self.executors = executors
 
     def _make_options(self, training: bool) -> Any:
-        popdist_options = None
-        ipus = self._placement.ipu_count
-        if self._share.make_options is not None:
-            popdist_options = self._share.make_options(
-                round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus
-            )
-        seed = derive_seed(self.run.seed, "ipu", self._last_snapshot.update) % 2**32
+        seed = derive_seed(self.run.seed, "ipu", self._saved.update, self._rank) % 2**32
         # randomSeed seeds the host's generator, too
         with torch.random.fork_rng(devices=[]):
-            ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
             return make_options(
                 self.options,
                 self.run.method,
                 self._placement,
                 training,
                 seed,
-                popdist_options,
-                ipu_id,
+                self._make_base_options(),
+                self._ipu_id,
             )
+
+    def _make_base_options(self) -> Any:
+        """Return the options of the launcher, None if it has none."""
+
+    def _run(self, doing: str, work: Callable[[Executors], Result]) -> Result:
+        """Return the result of `work`, whose faults say what it was `doing`."""
+        raise NotImplementedError
+
+    # ---- evaluation
+
+    def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
+        start = time.perf_counter_ns()
+        with self._channel.tracepoint("evaluate"):
+            sums = self._run(
+                "evaluation", lambda executors: self._sum_outputs(executors, batches, metrics)
+            )
+        self._timeline.add("evaluate", self._done, start)
+        return [evaluate_sums(metrics, row) for row in sums]
+
+    def _sum_outputs(
+        self, executors: Executors, batches: BatchReader, metrics: Metrics
+    ) -> torch.Tensor:
+        """Return the sums of every loss's tally over all processes."""
+        example = (*self.run.example, 0)
+        tallies = [Tally(self.run.loss, metrics) for _ in range(self._loss_count)]
+        executors.begin_evaluation()
+        calls = split_into_calls(self._read_shard(batches), executors.rows)
+        for number in itertools.count():
+            x, y, count = next(calls, example)
+            if not self._is_any_left(count):
+                break
+            outputs = self._infer(executors, fill_up(x, executors.rows), number)
+            for tally, output in zip(tallies[self._losses_here], outputs) if count else ():
+                tally.add(trim_output(output, count), y[:count], count)
+        executors.end_evaluation()
+        sums = torch.stack([tally.sums for tally in tallies])
+        if self._world > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    def _read_shard(self, batches: BatchReader) -> Iterator[Any]:
+        """Return the batches that this process evaluates."""
+        return batches()
+
+    def _is_any_left(self, count: int) -> bool:
+        """Return whether any process has samples left; `count`: those of the next call here."""
+        return count > 0
+
+    def _infer(self, executors: Executors, x: torch.Tensor, number: int) -> list[Any]:
+        """Return the outputs of the losses that are computed here, in one call."""
+        return executors.infer(x)
+
+    # ---- state
+
+    def copy_to_host(self) -> None:
+        if self.executors is not None and self._saved.update != self._done:
+            snapshot = self._run("state", lambda executors: executors.snapshot(self._done))
+            self._saved = snapshot
+        load_state(self.run.model, {**self.run.model.state_dict(), **self._saved.model})
+
+    def collect_state(self) -> CheckpointState | None:
+        start = time.perf_counter_ns()
+        with self._channel.tracepoint("checkpoint"):
+            self.update_host()
+        self._timeline.add("checkpoint", self._done, start)
+        return CheckpointState(self._saved.model, *self._export_state())
+
+    def _export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        names = [name for name in self.names.values() if name in self._saved.model]
+        return export_state(self._saved.optimizer, names)
+
+    def close(self) -> None:
+        """Copy the newest weights into the user's model and release the IPUs."""
+        if self.executors is not None:
+            self.update_host()
+        self.abort()
+
+    def _drop(self) -> None:
+        """Release the IPUs."""
+        if self.executors is not None:
+            self.executors.drop()
+            self.executors = None
+            # a lost executor must not hold its device
+            gc.collect()
+
+    def abort(self) -> None:
+        self._drop()
+        self.release_blocks()
+
+
+def average_outputs(
+    rows: int, blocks: int, losses: torch.Tensor, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the mean loss, correct and counted labels of each block  # (rows, blocks, 3)
+
+    `losses` and `counts` are the outputs of a call, which the rows share evenly; without `counts`
+    these are not numbers.
+    """
+    means = losses.double().reshape(rows, -1, blocks, 1).mean(dim=1)
+    right = torch.full((rows, blocks, 2), float("nan"), dtype=torch.float64)
+    if counts is not None:
+        right = counts.double().reshape(rows, -1, blocks, 2).sum(dim=1)
+    return torch.cat([means, right], dim=-1)
+
+
+def make_result(figures: torch.Tensor, samples: int) -> StepResult:
+    """Return an update's result from a row of `average_outputs`  # (blocks, 3)"""
+    by_block = tuple(
+        # NaN, the one value that differs from itself, stands for labels that were not counted
+        (loss, None if counted != counted else right / max(counted, 1))
+        for loss, right, counted in figures.tolist()
+    )
+    return StepResult(*by_block[-1], samples, by_block if len(by_block) > 1 else ())
+
+
+class PoptorchEngine(IpuEngine):
+    """All stages of this process's replicas, and their data loader."""
+
+    # PopTorch flushes its pipeline at each update
+    makes_updates_at_once = is_empty_after_calls = True
+
+    def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
+        options: IpuOptions = run.options
+        placement = place_stages(options.ipu, len(run.partition))
+        super().__init__(run, placement, CallTimes(run.trace))
+        self.updates_per_call = self.ipu.device_iterations
+        self._share = read_poprun_share(options.replicas)
+        self._ipu_id = self.ipu.ipu_ids[0] if self.ipu.ipu_ids else None
+        blocks = get_blocks(run.model)
+        self._loss_count = 1 if blocks is None else len(blocks.heads) + 1
+        # a caller's loop gives a batch once
+        self._reads_again = run.batches.reads_again
+        self._results: dict[int, StepResult] = {}
+        self.reopen(first_update, table, is_loaded=True)
+        if self.ipu.compile_only:
+            self._compile_only()
+
+    def _start(self) -> None:
+        """Make executors and data loader that continue from the saved state."""
+        self._make_executors(self.run.example[0])
+        assert self.executors is not None
+        share = self._share
+        self.calls = Calls(
+            self.options.data,
+            self.options,
+            self.run.per_epoch,
+            range(self._saved.update, self.options.updates),
+            range(share.first, share.first + share.replicas),
+        )
+        with describe_errors("starting the data loader"):
+            loading = DataLoading() if self.ipu.compile_only else self.ipu.data_loading
+            self.feed = Feed(self.calls, loading, self.executors.training_options)
+
+    def _make_base_options(self) -> Any:
+        ipus = self._placement.ipu_count
+        ipus = round_up_ipus(ipus) if self.ipu.auto_round_num_ipus else ipus
+        return None if self._share.make_options is None else self._share.make_options(ipus)
 
     def _compile_only(self) -> None:
         """Compile both models without running them, print that and exit with code 0."""
@@ -170,7 +292,7 @@ class PoptorchEngine(Engine):
             executors.make_inference()
 
         try:
-            self._run_with_retry(compile_both)
+            self._run("compiling", compile_both)
         finally:
             self.abort()
         if self.is_main:
@@ -179,23 +301,21 @@ class PoptorchEngine(Engine):
                 f"compiled for {self._placement.ipu_count} IPUs x replicas "
                 f"{self._share.replicas}{cache}; nothing was run"
             )
-        if self._other_instances:
+        if self._world > 1:
             end_process(0)
         sys.exit(0)
 
     # ---- device errors
 
-    def _run_with_retry(self, work: Callable[[Executors], Result]) -> Result:
-        """Run `work`; after a recoverable device error run it once more, from the last checkpoint's
-        state.
-        """
+    def _run(self, doing: str, work: Callable[[Executors], Result]) -> Result:
+        """Run `work`; after a recoverable device error run it once more, from the saved state."""
         import poptorch
 
         assert self.executors is not None, "the engine is closed"
         try:
             return work(self.executors)
         except poptorch.RecoverableError as error:
-            if not self._may_retry or self._other_instances:
+            if not self._may_retry or self._world > 1:
                 raise self._give_up(error) from error
             reason = f"device error ({error.recovery_action}): {describe_error(error)}"
             forget_frames(error)
@@ -207,17 +327,16 @@ class PoptorchEngine(Engine):
 
     def _recover(self, reason: str) -> None:
         """Start new executors and repeat the updates since the last snapshot."""
+        # a device that fails again and again must not be tried for ever
         self._may_retry = False
         if self.is_main:
-            repeated = self._updates_done - self._last_snapshot.update
-            text = (
-                f"restarting from update {self._last_snapshot.update}; repeating {repeated} updates"
-            )
+            repeated = self._done - self._saved.update
+            text = f"restarting from update {self._saved.update}; repeating {repeated} updates"
             print(f"poptorch: {reason}: {text}", file=sys.stderr, flush=True)
         self._drop()
         self._start()
         assert self.executors is not None
-        for k in range(self._last_snapshot.update, self._updates_done, self.updates_per_call):
+        for k in range(self._saved.update, self._done, self.updates_per_call):
             self._call(self.executors, k)
 
     def _give_up(self, error: Any) -> RunFault:
@@ -226,7 +345,7 @@ class PoptorchEngine(Engine):
         times = " for the second time since the last checkpoint"
         remedy = "do what it asks for (vipu reset partition, gc-reset)"
         then = "go on with --resume"
-        if self._other_instances:
+        if self._world > 1:
             times = ""
             remedy = "the other instances cannot retry: do what it asks for"
         if not self._reads_again:
@@ -234,7 +353,7 @@ class PoptorchEngine(Engine):
             then = "load the last state_dict into a new pipeline"
             remedy = f"a loop's batches are not kept, so no update can be repeated: {remedy}"
         return RunFault(
-            f"poptorch: after update {self._updates_done}: device error "
+            f"poptorch: after update {self._done}: device error "
             f"({error.recovery_action}){times}: "
             f"{describe_error(error)}: "
             f"{remedy}, then {then}"
@@ -248,13 +367,13 @@ class PoptorchEngine(Engine):
         """
         if k % self.updates_per_call:
             return
-        assert k == self._updates_done, f"update {self._updates_done} is next, not {k}"
+        assert k == self._done, f"update {self._done} is next, not {k}"
         require_compiled_settings(self.run.optimizer, self.run.rules, k)
-        with self._channel.tracepoint(f"update {k}"):
-            results = self._run_with_retry(lambda executors: self._call(executors, k))
-        self._results.update(enumerate(results, k))
-        self._updates_done += self.updates_per_call
         self.newest_model = None
+        with self._channel.tracepoint(f"update {k}"):
+            results = self._run("update", lambda executors: self._call(executors, k))
+        self._results.update(enumerate(results, k))
+        self._done += self.updates_per_call
 
     def take(self, k: int) -> StepResult:
         return self._results.pop(k)
@@ -269,17 +388,13 @@ class PoptorchEngine(Engine):
             raise BadInput(
                 f"{name_key('backend.ipu.device_iterations')}: {self.updates_per_call}: {why}"
             )
-        model = {
-            name: value.detach().clone() for name, value in self.run.model.state_dict().items()
-        }
-        optimizer = import_state(self.run.optimizer, self.ipu)
-        self._last_snapshot = Snapshot(update, model, optimizer)
-        self._updates_done = update
+        self._read_host(update)
+        self._may_retry = self._reads_again
         self._drop()
         self._start()
 
     def predict(self, x: Any) -> Any:
-        return self._run_with_retry(lambda executors: self._compute_outputs(executors, x))
+        return self._run("prediction", lambda executors: self._compute_outputs(executors, x))
 
     def _compute_outputs(self, executors: Executors, x: torch.Tensor) -> torch.Tensor:
         """Return the model's output for inputs of any number of samples, computed by the inference
@@ -293,113 +408,45 @@ class PoptorchEngine(Engine):
         executors.end_evaluation()
         return torch.cat(outputs)
 
-    @contextlib.contextmanager
-    def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
-        if self.newest_model is None:
-            self._load_newest_weights()
-        yield
-
     def _call(self, executors: Executors, k: int) -> list[StepResult]:
         """Make the updates k to k + D - 1 in one call; return mean losses and accuracies over the
         outputs of the output mode.
         """
-        blocks = self._loss_count
         iterations = self.updates_per_call
-        x, y = self.feed.take()
-        _, losses, *accuracy_outputs = executors.call(range(k, k + iterations), k, x, y)
-        row_count = iterations if self.ipu.output_mode in ("all", "every_n") else 1
-        means = losses.double().reshape(row_count, -1, blocks).mean(dim=1)
+        _, *outputs = executors.call(range(k, k + iterations), k, *self.feed.take())
+        rows = iterations if self.ipu.output_mode == "all" else 1
+        figures = average_outputs(rows, self._loss_count, *outputs)
         if self.ipu.output_mode == "sum":
-            means /= iterations * self.options.gradient_accumulation
-        counts_of_right = torch.full((row_count, blocks, 2), float("nan"), dtype=torch.float64)
-        if accuracy_outputs:
-            counts_of_right = (
-                accuracy_outputs[0].double().reshape(row_count, -1, blocks, 2).sum(dim=1)
-            )
-        if self._other_instances:
-            dist.all_reduce(means)
-            dist.all_reduce(counts_of_right)
-            means /= self._other_instances + 1
-        results = []
-        for i in range(iterations):
-            row = means[min(i, row_count - 1)].tolist()
-            counts = counts_of_right[min(i, row_count - 1)].tolist()
-            by_block = tuple(
-                (loss, n / max(total, 1) if accuracy_outputs else None)
-                for loss, (n, total) in zip(row, counts)
-            )
-            results.append(
-                StepResult(*by_block[-1], self.run.samples, by_block if blocks > 1 else ())
-            )
-        return results
+            figures[..., 0] /= iterations * self.options.gradient_accumulation
+        if self._world > 1:
+            dist.all_reduce(figures)
+            figures[..., 0] /= self._world
+        # output modes other than all have one row for all updates of a call
+        return [make_result(row, self.run.samples) for row in figures.expand(iterations, -1, -1)]
 
     def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         assert not self._results, "an evaluation inside a call"
-        start = time.perf_counter_ns()
-        with self._channel.tracepoint("evaluate"):
-            results = self._run_with_retry(
-                lambda executors: self._evaluate_batches(executors, batches, metrics)
-            )
-            self._load_newest_weights()
-        self._timeline.add("evaluate", self._updates_done, start)
+        results = super().evaluate(batches, metrics)
+        # callbacks see the newest weights
+        self.update_host()
         return results
 
-    def _evaluate_batches(
-        self, executors: Executors, batches: BatchReader, metrics: Metrics
-    ) -> list[EvaluationResult]:
-        """Evaluate on the inference model; each of poprun's instances evaluates a share of the
-        batches.
-        """
-        tallies = [Tally(self.run.loss, metrics) for _ in range(self._loss_count)]
-        executors.begin_evaluation()
-        rank, world = (dist.get_rank(), dist.get_world_size()) if self._other_instances else (0, 1)
-        calls = split_into_calls(batches(rank, world), executors.rows)
-        while True:
-            x, y, count = next(calls, (self.run.example[0], self.run.example[1], 0))
-            total = torch.tensor([count])
-            # replicas of all instances wait for one another, so an instance that has no batch left
-            # evaluates the example
-            if self._other_instances:
-                dist.all_reduce(total)
-            if not total:
-                break
-            for tally, output in zip(tallies, executors.infer(fill_up(x, executors.rows))):
-                if count:
-                    tally.add(trim_output(output, count), y[:count], count)
-        executors.end_evaluation()
-        sums = [tally.sums for tally in tallies]
-        for part in sums if self._other_instances else ():
-            dist.all_reduce(part)
-        return [evaluate_sums(metrics, part) for part in sums]
+    def _read_shard(self, batches: BatchReader) -> Iterator[Any]:
+        return batches(self._rank, self._world)
+
+    def _is_any_left(self, count: int) -> bool:
+        # replicas of all instances wait for one another, so an instance that has no batch left
+        # evaluates the example
+        total = torch.tensor([count])
+        if self._world > 1:
+            dist.all_reduce(total)
+        return bool(total)
 
     def collect_state(self) -> CheckpointState | None:
         assert not self._results, "a checkpoint inside a call"
-        start = time.perf_counter_ns()
-        with self._channel.tracepoint("checkpoint"):
-            self._last_snapshot = self._run_with_retry(
-                lambda executors: executors.snapshot(self._updates_done)
-            )
-        self._load_into_model(self._last_snapshot)
+        state = super().collect_state()
         self._may_retry = self._reads_again
-        self._timeline.add("checkpoint", self._updates_done, start)
-        return CheckpointState(self._last_snapshot.model, *self._export()) if self.is_main else None
-
-    def _export(self) -> Any:
-        return export_state(self._last_snapshot.optimizer, list(self.names.values()))
-
-    def _load_newest_weights(self) -> None:
-        """Copy the weights that the IPUs have now into the user's model."""
-        done = self._updates_done
-        snapshot = self._run_with_retry(
-            lambda executors: executors.snapshot(done, with_optimizer=False)
-        )
-        self._load_into_model(snapshot)
-
-    def _load_into_model(self, snapshot: Snapshot) -> None:
-        """Copy a snapshot's weights into the user's model."""
-        load_state(self.run.model, snapshot.model)
-        if not self._other_instances:
-            self.newest_model = self.run.model
+        return state if self.is_main else None
 
     def report(self) -> Report | None:
         """Return the pipeline's placement and the measurements of the calls."""
@@ -426,7 +473,7 @@ class PoptorchEngine(Engine):
             "profiles": read_profiles(self.ipu),
         }
         return Report(
-            count_state_bytes(self._export()[0], self.run.partition),
+            count_state_bytes(self._export_state()[0], self.run.partition),
             [0],
             None,
             Events.from_rows(self._timeline.events),
@@ -435,30 +482,7 @@ class PoptorchEngine(Engine):
             files={"ipu.json": figures},
         )
 
-    def close(self) -> None:
-        """Copy the newest weights into the user's model and release the IPUs."""
-        if self.executors is None:
-            return
-        if self._last_snapshot.update != self._updates_done:
-            self._last_snapshot = self._run_with_retry(
-                lambda executors: executors.snapshot(self._updates_done)
-            )
-        self._load_into_model(self._last_snapshot)
-        self.abort()
-
     def _drop(self) -> None:
-        """Release the IPUs and stop the data loader."""
         if self.executors is not None:
-            self.executors.drop()
             self.feed.close()
-            self.executors = None
-            # a lost executor must not hold its device
-            gc.collect()
-
-    def keep_newest(self) -> None:
-        if self.executors is not None and self.newest_model is None:
-            self._load_newest_weights()
-
-    def abort(self) -> None:
-        self._drop()
-        self.release_blocks()
+        super()._drop()

@@ -5,6 +5,7 @@ errors as one line.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import traceback
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
@@ -31,11 +32,11 @@ from ipu_pipe.replay.run import Run
 HINTS = {
     ("Out of memory", "Memory allocation error"): (
         "take more stages or smaller microbatches, or recomputation, "
-        "tensor_locations.optimizer.on_chip=false, "
+        "options.TensorLocations.setOptimizerLocation.useOnChipStorage=false, "
         "partials=half, another available_memory_proportion"
     ),
     ("Failed to acquire", "No IPU detected", "No device found"): (
-        "see gc-info -l; the IPU option wait_for_ipu=true waits until other programs end"
+        "see gc-info -l; POPTORCH_WAIT_FOR_IPU=1 waits until other programs end"
     ),
     ('Parameter "weight" is unsupported',): (
         "PopTorch's losses have no class weights: multiply the loss of reduction='none' by the "
@@ -100,37 +101,32 @@ class Executors:
         wrapped: Wrapped,
         make_options: Callable[[bool], Any],
         example: torch.Tensor,
-        optimizer: IpuState | None,
-        first_update: int,
+        start: Snapshot,
         timeline: CallTimes,
     ) -> None:
         """Make the training model.
 
         `make_options`: returns the options of the training model (True) or the inference model.
-        `example`: a microbatch's input. `optimizer`: PopTorch's state to start from.
+        `example`: a microbatch's input. `start`: the state to start from.
         """
         import poptorch
 
+        for name, value in wrapped.state_dict().items():
+            if get_unsplit_name(name) in start.model:
+                value.copy_(start.model[str(get_unsplit_name(name))])
         self._run = run
         self._options: IpuOptions = run.options
         self.wrapped = wrapped
+        # It shares the weights. PopTorch would upload them once more for a model that it has
+        # wrapped for training.
+        self._evaluated = copy.copy(wrapped)
         self._make_options = make_options
         self.timeline = timeline
         self._example = example
-        self._saved = optimizer
-        self._starts_anew = first_update == 0
+        self._start = start
         ipu = self._options.ipu
         self._detaches = ipu.detach_for_evaluation or ipu.local == "decoupled"
-        trained = {
-            name: p
-            for name, p in zip(wrapped.list_names(), wrapped.parameters())
-            if name is not None
-        }
-        names = {p: name for name, p in run.model.named_parameters()}
-        norm = run.clip[0] if run.clip else None
-        self.optimizer: Any = translate_optimizer(
-            run.optimizer, names, trained, ipu, first_update, norm
-        )
+        self.optimizer: Any = translate_optimizer(run, wrapped, start.update)
         self.training_options = make_options(True)
         self.training: Any = poptorch.trainingModel(wrapped, self.training_options, self.optimizer)
         self.inference: Any = None
@@ -153,9 +149,8 @@ class Executors:
             if not self.training.isCompiled():
                 self.compile(x, y)
                 # only the compiled model tells the names of its optimizer state
-                if not self._starts_anew:
-                    write_state(self.training, self.optimizer, self._saved)
-                self._saved = None
+                if self._start.update:
+                    write_state(self.training, self.optimizer, self._start.optimizer)
             if not self.training.isAttachedToDevice():
                 self.training.attachToDevice()
             scaling = self._options.ipu.get_loss_scaling(rates_of)
@@ -178,13 +173,15 @@ class Executors:
         import poptorch
 
         options = self._make_options(False)
+        # the copy that is put into evaluation mode shares its modules with the model that is
+        # trained
         with restore_modes(self.wrapped):
             self.rows = (
                 self._options.micro_batch_size
                 * options.device_iterations
                 * options.replication_factor
             )
-            inference = poptorch.inferenceModel(self.wrapped.eval(), options)
+            inference = poptorch.inferenceModel(self._evaluated.eval(), options)
             inference.compile(
                 convert_input(fill_up(self._example, self.rows), self._options.precision)
             )
@@ -195,8 +192,9 @@ class Executors:
         """Attach the inference model, with the training model's weights."""
         self.leave_training(self._detaches)
         if self.inference is None:
+            # compiling attaches, and attaching copies the weights
             self.make_inference()
-        if self.inference.isAttachedToDevice():
+        elif self.inference.isAttachedToDevice():
             self.inference.copyWeightsToDevice()
         else:
             self.inference.attachToDevice()
@@ -224,12 +222,11 @@ class Executors:
         """Return copies of the present weights and optimizer state."""
         like = self._run.model.state_dict()
         self.leave_training(False)
-        state = {get_unsplit_name(name): value for name, value in self.wrapped.state_dict().items()}
-        model = {
-            name: t.detach().clone().to(like[name].dtype)
-            for name, t in state.items()
-            if name is not None
-        }
+        model = {}
+        for name_here, value in self.wrapped.state_dict().items():
+            name = get_unsplit_name(name_here)
+            if name is not None:
+                model[name] = value.detach().clone().to(like[name].dtype)
         return Snapshot(update, model, read_state(self.optimizer) if with_optimizer else None)
 
     def drop(self) -> None:

@@ -138,9 +138,11 @@ class Feed:
             loader: Any = poptorch.DataLoader(
                 options,
                 self._calls,
+                # an item is all of a call already
                 batch_size=None,
                 shuffle=False,
                 drop_last=False,
+                # the calls read the samples of this instance's replicas alone
                 auto_distributed_partitioning=False,
                 mode=poptorch.DataLoaderMode.Async,
                 async_options={**settings, "load_indefinitely": False},

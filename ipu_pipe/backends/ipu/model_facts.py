@@ -2,9 +2,8 @@
 forward.
 
 Sources: PopTorch, branch sdk-release-3.4 (dispatchers/JitDispatch.cpp: integer buffers;
-RequiresGrad.cpp: no_grad), PopART (op/batchnorm.cpp: the gradient reads the batch's statistics,
-which a BatchNorm in evaluation mode does not compute), and torch 2.0.1's type checks of
-convolutions. Not run on hardware.
+RequiresGrad.cpp: no_grad) and PopART (op/batchnorm.cpp: the gradient reads the batch's statistics,
+which a BatchNorm in evaluation mode does not compute). Not run on hardware.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.batch import list_tensors
@@ -25,6 +23,8 @@ from ipu_pipe.model.watching import FunctionWatch
 from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.update.optimizer import list_kinds
 
+# stands for a module's name where none runs
+LOSS = "the loss"
 # These operations read only a tensor's shape, so no gradient flows through them anyway.
 _SHAPE_ONLY = frozenset(
     "detach zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones "
@@ -42,9 +42,8 @@ class ModelFacts(NamedTuple):
     writes. `optimizer`: kind (`list_kinds`) and parameter groups. `functions`: classes of
     torch.autograd.Function in the gradient's path. `ungraded`: operations inside torch.no_grad()
     through which a gradient would flow without it. `fixed_norms`: normalizations that use their
-    running statistics (evaluation mode) in the gradient's path. `biased_convolutions`: names of
-    modules. `input_type`: dtype of the model's input. `updates`, `updates_per_epoch`: None of an
-    open run, whose batches a caller's loop gives.
+    running statistics (evaluation mode) in the gradient's path. `input_type`: dtype of the model's
+    input. `updates`, `updates_per_epoch`: None of an open run, whose batches a caller's loop gives.
     """
 
     stages: int
@@ -59,16 +58,15 @@ class ModelFacts(NamedTuple):
     functions: Sequence[str] = ()
     ungraded: Sequence[str] = ()
     fixed_norms: Sequence[str] = ()
-    biased_convolutions: Sequence[str] = ()
     input_type: torch.dtype = torch.float32
 
 
-class _Observer:
+class Observer:
     """Collect the facts of one forward: functions of torch and modules report to it as they run.
 
     `users`: name of a weight -> the stages that use it; `ungraded`: operations that lose a
     gradient; `order`: the stages in the order in which they began; `fixed_norms`: norms in training
-    that use their running statistics.
+    that use their running statistics; `running`: names of the running modules, the innermost last.
     """
 
     def __init__(self, job: Job) -> None:
@@ -80,8 +78,7 @@ class _Observer:
         self.fixed_norms: list[str] = []
         self._weight_names = {id(tensor): name for name, tensor in tensors}
         self._begins = job.partition.begins
-        # names of the running modules, the innermost last
-        self._running = ["the loss"]
+        self.running = [LOSS]
 
     def record_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of torch and return its result."""
@@ -95,18 +92,18 @@ class _Observer:
         loses_gradient = without_gradient and any(t.requires_grad for t in inputs)
         result = func(*args, **kwargs)
         if loses_gradient and any(t.is_floating_point() for t in list_tensors(result)):
-            self.ungraded.add(f"{name} in {self._running[-1]}")
+            self.ungraded.add(f"{name} in {self.running[-1]}")
         return result
 
     def begin_module(self, name: str) -> None:
         """Note that a module's forward begins, and the stage that begins with it."""
-        self._running.append(name or "model")
+        self.running.append(name or "model")
         if name in self._begins:
             self.order.append(self._begins[name])
 
     def end_module(self, name: str, module: nn.Module, output: Any) -> None:
         """Note that a module's forward has ended."""
-        self._running.pop()
+        self.running.pop()
         uses_running_statistics = (
             isinstance(module, _NormBase)
             and not module.training
@@ -116,13 +113,14 @@ class _Observer:
             self.fixed_norms.append(name)
 
 
-def _run_observed(job: Job, observer: _Observer) -> tuple[torch.Tensor, list[str]]:
+def run_observed(job: Job, observer: Observer) -> tuple[torch.Tensor, list[str]]:
     """Run one training forward of the job's example and return its loss and the names of the
     buffers that it wrote. The model's buffers and attributes are restored.
     """
     model = job.model
     x, y = job.example
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
+    # a tensor on the meta device has no values by which a write would show
     versions = {name: t._version for name, t in model.named_buffers()}
     with contextlib.ExitStack() as hooks, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         hooks.enter_context(restore_buffers(model))
@@ -170,8 +168,8 @@ def observe_model(job: Job) -> ModelFacts:
     """
     model = job.model
     part = job.partition
-    observer = _Observer(job)
-    loss, written = _run_observed(job, observer)
+    observer = Observer(job)
+    loss, written = run_observed(job, observer)
     floating = {name for name, buffer in model.named_buffers() if buffer.is_floating_point()}
     functions = sorted(set(_find_functions(loss)))
     return ModelFacts(
@@ -191,11 +189,6 @@ def observe_model(job: Job) -> ModelFacts:
         # reported too
         ungraded=[] if functions else sorted(observer.ungraded),
         fixed_norms=observer.fixed_norms,
-        biased_convolutions=[
-            name
-            for name, m in model.named_modules()
-            if isinstance(m, _ConvNd) and m.bias is not None
-        ],
         input_type=job.example[0].dtype,
     )
 

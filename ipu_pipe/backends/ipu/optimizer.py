@@ -7,17 +7,16 @@ from __future__ import annotations
 from typing import Any, Mapping, NamedTuple, Sequence
 
 import torch
-from torch import nn
 
 from ipu_pipe.backends.interface import POPTORCH_PREFIX
-from ipu_pipe.backends.ipu.config import IpuConfig
-from ipu_pipe.backends.ipu.unsupported import ACCUMULATORS
+from ipu_pipe.backends.ipu.wrapping import Wrapped, get_unsplit_name
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import Partition
-from ipu_pipe.refusals import name_key, show_value
+from ipu_pipe.refusals import name_key
+from ipu_pipe.replay.run import Run
 from ipu_pipe.text import list_some
 from ipu_pipe.update.apply import UpdateRules
-from ipu_pipe.update.optimizer import list_kinds
+from ipu_pipe.update.optimizer import KINDS, list_kinds
 
 # optimizer -> the settings of a group that PopTorch gets, with the type that it expects
 _ADAM = {
@@ -40,25 +39,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def translate_optimizer(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[Any, str],
-    trained: Mapping[str, nn.Parameter],
-    ipu: IpuConfig,
-    first_update: int,
-    clip_norm: float | None,
-) -> Any:
-    """Return the poptorch.optim optimizer that equals a torch.optim optimizer.
+def translate_optimizer(run: Run, wrapped: Wrapped, first_update: int) -> Any:
+    """Return the poptorch.optim optimizer that equals the run's, for the parameters of `wrapped`.
 
-    `names`: parameter -> name; `trained`: name -> the parameter's copy on the IPU, other parameters
-    are left out. Only the learning rate and the loss scaling may change later; the other settings
-    are constants of the graph.
+    Only the learning rate and the loss scaling may change later; the other settings are constants
+    of the graph.
     """
     import poptorch
 
+    ipu = run.options.ipu
+    optimizer = run.optimizer
+    trained = {get_unsplit_name(name): p for name, p in wrapped.named_parameters()}
+    names = {p: name for name, p in run.model.named_parameters() if name in trained}
     (kind,), groups = list_kinds(optimizer), []
     for group in optimizer.param_groups:
-        chosen = [trained[names[p]] for p in group["params"] if p in names and names[p] in trained]
+        chosen = [trained[names[p]] for p in group["params"] if p in names]
         if chosen:
             settings = {key: convert(group[key]) for key, convert in SETTINGS[kind].items()}
             # by these `set_rates` finds the group's learning rate
@@ -76,12 +71,13 @@ def translate_optimizer(
         # without use_combined_accum PopTorch uses the loss scaling instead
         if ipu.use_combined_accum:
             settings["velocity_scaling"] = ipu.get_loss_scaling(0)
-    settings.update(
-        {key: torch.float16 for key in ACCUMULATORS[kind] if getattr(ipu, key) == "float16"}
-    )
-    if clip_norm is not None:
-        settings["max_grad_norm"] = float(clip_norm)
-    translated = getattr(poptorch.optim, type(optimizer).__name__)(groups, **settings)
+    types = ipu.optimizer_options.model_dump().items()
+    settings.update({name: getattr(torch, value) for name, value in types})
+    if run.clip is not None:
+        settings["max_grad_norm"] = float(run.clip[0])
+    # poptorch.optim has the class names of torch.optim
+    names_of_kinds = {one: optimizer_class.__name__ for optimizer_class, one in KINDS.items()}
+    translated = getattr(poptorch.optim, names_of_kinds[kind])(groups, **settings)
     for key in SETTINGS[kind]:
         if key != "lr":
             translated.variable_attrs.markAsConstant(key)
@@ -136,8 +132,7 @@ def update_optimizer(
 STATE = "ipu_state"
 SCALE = "velocity_scaling"
 # PopART's prefixes of SGD's velocity, without and with use_combined_accum
-SEPARATE = "Accl1___"
-COMBINED = "Accl___"
+VELOCITIES = ("Accl1___", "Accl___")
 # in faults
 LOADED = "optimizer: the state that was loaded"
 NEW_START = "start anew from its weights (init_from: .../model.safetensors, or a new optimizer)"
@@ -145,14 +140,12 @@ GO_ON = f"go on with the {name_key('backend.ipu')} keys that it was written with
 
 
 class IpuState(NamedTuple):
-    """PopTorch's optimizer state by PopART's names, and the factor of SGD's stored velocities.
-
-    The factor is PopART's velocity scaling (compoundscalarhelper.hpp), None if a checkpoint does
-    not tell it.
+    """PopTorch's optimizer state by PopART's names, and the factor of SGD's stored velocities
+    (PopART's velocity scaling, compoundscalarhelper.hpp).
     """
 
     tensors: dict[str, torch.Tensor]
-    scale: float | None
+    scale: float
 
 
 def read_state(optimizer: Any) -> IpuState | None:
@@ -180,22 +173,22 @@ def write_state(executor: Any, optimizer: Any, saved: IpuState | None) -> None:
     """
     present = read_state(optimizer)
     if present is not None:
-        saved = saved or IpuState({}, None)
-        # names without "___" belong to the loss scaling
-        needed = {name: value for name, value in present.tensors.items() if "___" in name}
+        saved = saved or IpuState({}, 1.0)
+        loaded = saved.tensors
+        # names without "___" belong to the loss scaling; SGD's other variant has other names
         missing = [
-            n
-            for n, value in needed.items()
-            if n not in saved.tensors or saved.tensors[n].shape != value.shape
+            name
+            for name, value in present.tensors.items()
+            if "___" in name and (name not in loaded or loaded[name].shape != value.shape)
         ]
         if missing:
             some = list_some(missing, 2)
             raise BadInput(f"{LOADED} has no {some} of the shape that this run keeps: {GO_ON}")
         state = {}
         for name, value in present.tensors.items():
-            tensor = saved.tensors.get(name, value)
-            if saved.scale is not None and name.startswith((SEPARATE, COMBINED)):
-                tensor = tensor.float() * ((present.scale or 1.0) / saved.scale)
+            tensor = loaded.get(name, value)
+            if name.startswith(VELOCITIES):
+                tensor = tensor.float() * (present.scale / saved.scale)
             state[name] = tensor.to(value.dtype)
         optimizer.load_state_dict({**optimizer.get_state_dict(), STATE: state})
     executor.setOptimizer(optimizer)
@@ -212,10 +205,12 @@ def export_state(
     """
     if saved is None:
         return {}, {}
+    # the longest first, because one name may be the end of another, as weight of block.weight
     longest = sorted(names, key=len, reverse=True)
 
     def make_key(section: str, key: str) -> str:
         owner = next((name for name in longest if key.endswith(name)), names[0])
+        # the last slash divides the parameter's name from the entry's
         return f"{owner}/{POPTORCH_PREFIX}:{section}:{key.replace('/', '|')}"
 
     return {make_key(STATE, key): value for key, value in saved.tensors.items()}, {
@@ -223,15 +218,14 @@ def export_state(
     }
 
 
-def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> IpuState | None:
+def import_state(optimizer: torch.optim.Optimizer) -> IpuState | None:
     """Remove the state that a checkpoint put into the job's optimizer and return it; None if there
     is none.
 
-    Raise `BadInput` for the state of torch's own optimizers, which PopTorch cannot load, and for
-    velocities that this run's SGD would misread.
+    Raise `BadInput` for the state of torch's own optimizers, which PopTorch cannot load.
     """
     tensors = {}
-    scale = None
+    scale = 1.0
     for state in optimizer.state.values():
         for entry, value in state.items():
             prefix, section, key = (*str(entry).split(":", 2), "", "")[:3]
@@ -246,29 +240,7 @@ def import_state(optimizer: torch.optim.Optimizer, ipu: IpuConfig) -> IpuState |
                 scale = float(value)
     # torch's optimizer cannot use PopTorch's entries
     optimizer.state.clear()
-    if not tensors:
-        return None
-    if list_kinds(optimizer) == ["sgd"]:
-        why = ""
-        if any(
-            name.startswith(SEPARATE if ipu.use_combined_accum else COMBINED) for name in tensors
-        ):
-            key = "use_combined_accum"
-            why = (
-                f"the velocities that were loaded are of the other variant, which PopTorch would "
-                f"drop: {GO_ON}"
-            )
-        elif scale is None and ipu.loss_scaling != 1.0:
-            key = "loss_scaling"
-            why = (
-                f"the state that was loaded does not say the loss scaling of its velocities: "
-                f"{NEW_START}"
-            )
-        if why:
-            raise BadInput(
-                f"{name_key(f'backend.ipu.{key}')}: {show_value(getattr(ipu, key))}: {why}"
-            )
-    return IpuState(tensors, scale)
+    return IpuState(tensors, scale) if tensors else None
 
 
 def count_state_bytes(tensors: Mapping[str, torch.Tensor], part: Partition) -> list[int]:

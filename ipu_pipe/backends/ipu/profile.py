@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Callable
 
 from ipu_pipe.backends.ipu.config import IpuConfig
-from ipu_pipe.backends.ipu.options import INFERENCE, TRAINING
 from ipu_pipe.trace.events import Counter, Event
 
 # device and stage of events of the whole pipeline
@@ -62,12 +61,14 @@ class CallTimes:
         }
         # the times are (least, most, mean)
         self.latency = {name: times[2] for name, times in latencies.items() if times is not None}
-        if executor.options._Popart.options.get("instrumentWithHardwareCycleCounter"):
-            self.cycles = _read_figure(executor.cycleCount)
+        # None unless the option logCycleCount is set
+        self.cycles = _read_figure(executor.cycleCount)
         if not any(update in self._updates for update in updates):
             return
+        # latencies are means, which may be longer than this one call
         begin = min(start_ns + round(self.latency.get("host_to_ipu", 0.0) * 1e9), end_ns)
         end = max(end_ns - round(self.latency.get("ipu_to_host", 0.0) * 1e9), begin)
+        # the host sees one call, so all its updates are taken to last equally long
         edges = [begin + (end - begin) * i // len(updates) for i in range(len(updates) + 1)]
         self._add("send", -1, start_ns, begin, updates.start, sent)
         for k, start, stop in zip(updates, edges, edges[1:]):
@@ -116,65 +117,40 @@ def _read_figure(figure: Callable[[], Any]) -> Any:
 
 def read_profiles(ipu: IpuConfig) -> dict[str, Any] | None:
     """Read the profile.pop of each model (training, inference) after its engine has ended; None if
-    the config asks for none.
+    the config asks for none, or Graphcore's libpva is not installed.
     """
-    if ipu.profile.directory is None:
+    if ipu.profile.directory is None or importlib.util.find_spec("pva") is None:
         return None
-    if importlib.util.find_spec("pva") is None:
-        return {
-            "note": f"libpva is not installed: open the profiles in {ipu.profile.directory} with "
-            f"PopVision"
-        }
-    paths = {
-        model: Path(ipu.profile.directory) / model / "profile.pop"
-        for model in (TRAINING, INFERENCE)
-    }
-    return {model: read_profile(path) for model, path in paths.items() if path.is_file()}
+    paths = Path(ipu.profile.directory).glob("*/profile.pop")
+    return {path.parent.name: read_profile(path) for path in sorted(paths)}
 
 
 def read_profile(path: Path) -> dict[str, Any]:
-    """Read memory, cycles and exchange bytes of each IPU from a profile.pop with libpva; missing
-    values are null.
+    """Read memory, cycles and exchange bytes of each IPU from a profile.pop with libpva.
 
-    Memory is the sum over an IPU's tiles. A model fits if its fullest tile fits.
+    Memory is the sum over an IPU's tiles. A model fits if its fullest tile fits. Without an
+    execution profile, which may not be configured or may not fit, there are no cycles and bytes.
     """
     import pva
 
-    debug = path.parent.parent / "debug.cbor"
-    report = pva.openReport(str(path), str(debug)) if debug.is_file() else pva.openReport(str(path))
+    report = pva.openReport(str(path))
     target = report.compilation.target
-    tiles = [tile.memory for tile in report.compilation.tiles]
-    exchanged = {"cycles": "cycles", "exchange_in_bytes": "dataIn", "exchange_out_bytes": "dataOut"}
-    devices: list[dict[str, Any]] = []
+    tiles = [tile.memory.total.includingGaps for tile in report.compilation.tiles]
+    steps: Any = []
+    with contextlib.suppress(AttributeError, RuntimeError):
+        steps = list(report.execution.steps)
+    devices = []
     for index in range(target.numIPUs):
-        memories = tiles[index * target.tilesPerIpu : (index + 1) * target.tilesPerIpu]
-        sizes = [memory.total.includingGaps for memory in memories]
+        sizes = tiles[index * target.tilesPerIpu : (index + 1) * target.tilesPerIpu]
+        work = [step.ipus[index] for step in steps]
         devices.append(
             {
                 "ipu": index,
                 "memory_bytes": sum(sizes),
-                "greatest_tile_bytes": max(sizes, default=None),
-                "always_live_bytes": sum(memory.alwaysLiveBytes for memory in memories),
-                **dict.fromkeys(exchanged),
+                "greatest_tile_bytes": max(sizes),
+                "cycles": sum(one.cycles for one in work) if work else None,
+                "exchange_in_bytes": sum(one.dataIn for one in work) if work else None,
+                "exchange_out_bytes": sum(one.dataOut for one in work) if work else None,
             }
         )
-    cycles = None
-    # the execution profile may be missing, if it was not configured or did not fit
-    with contextlib.suppress(AttributeError, RuntimeError):
-        for index, device in enumerate(devices):
-            steps = [step.ipus[index] for step in report.execution.steps]
-            device.update(
-                {key: sum(getattr(step, name) for step in steps) for key, name in exchanged.items()}
-            )
-        cycles = report.execution.totalCycles.total
-    live = [step.notAlwaysLiveMemory.bytes for step in report.compilation.livenessProgramSteps]
-    return {
-        "poplar": report.poplarVersion.string,
-        "clock_hz": target.clockFrequency,
-        "ipus": target.numIPUs,
-        "replicas": target.numReplicas,
-        "peak_live_bytes": sum(device["always_live_bytes"] for device in devices)
-        + max(live, default=0),
-        "total_cycles": cycles,
-        "devices": devices,
-    }
+    return {"ipus": target.numIPUs, "replicas": target.numReplicas, "devices": devices}

@@ -11,18 +11,18 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 
-from ipu_pipe.backends.ipu.config import LOCATIONS, IpuProfile, TensorLocation
+from ipu_pipe.backends.ipu.config import TABLE
 from ipu_pipe.backends.ipu.placement import (
     get_execution,
     is_pipelined,
     is_under_poprun,
     place_stages,
+    read_poprun_share,
     round_up_ipus,
 )
-from ipu_pipe.backends.ipu.popart_options import list_popart_cases
 from ipu_pipe.config.schema import Config
 from ipu_pipe.config.values import Case
-from ipu_pipe.refusals import FALSE, NONE, TRUE, Argument, name_key, show_value
+from ipu_pipe.refusals import FALSE, NONE, Argument, name_key, show_value
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.schedule.rows import find_split_or_overlapped
 from ipu_pipe.text import list_some
@@ -30,18 +30,12 @@ from ipu_pipe.text import list_some
 if TYPE_CHECKING:
     from ipu_pipe.backends.ipu.model_facts import ModelFacts
 
-# the most IPUs of one process
-MOST_IPUS = 64
 PRECISIONS = ("16.16", "16.32", "32.32", "float32")
-_MOMENTS = ("accum_type", "first_order_momentum_accum_type", "second_order_momentum_accum_type")
-# optimizer -> its tensors that PopTorch may hold in float16
-ACCUMULATORS = {
-    "sgd": ("accum_type", "velocity_accum_type"),
-    **dict.fromkeys(("adam", "adamw", "rmsprop"), _MOMENTS),
-}
-
+OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop")
+MEAN_STRATEGY = "ipu.options.Training.setMeanAccumulationAndReplicationReductionStrategy"
+TENSOR_LOCATIONS = "ipu.options.TensorLocations"
+LOCATIONS = [name for name in TABLE["options"]["TensorLocations"] if name.startswith("set")]
 IPUS = name_key("backend.ipu.ipus")
-TILES = "needs tensor_locations.num_io_tiles, 32 or more"
 
 
 def describe_cases(config: Config, cases: Iterable[Case]) -> list[str]:
@@ -64,31 +58,17 @@ def check_method(method: Method) -> list[str]:
     """
     if get_execution(method) is not None:
         return []
-    nearest = "gpipe or pipedream_flush"
-    if method.is_stale:
-        why = (
-            "a PopTorch pipeline is flushed at every weight update and keeps one version of the "
-            "weights"
-        )
-        nearest = (
-            "pipedream_flush (1F1B with a flush), local_greedy, whose blocks wait for no gradient"
-        )
-    elif method.structure is not None and method.structure.overlap:
-        why = "a layer's weights would be on two IPUs, which PopART refuses in a pipeline"
-        nearest = "local_greedy, local_chunked"
-    elif method.order is not None:
-        why = "PopTorch has its own order of passes, without split backwards and overlapped pairs"
-        cell = find_split_or_overlapped(method.order.file) if method.order.file else None
-        why += f" ({cell})" if cell is not None else ""
-    else:
-        reads = f"{method.forward_reads.value}, {method.backward_reads.value}"
-        why = (
-            f"PopTorch is not known to run its schedule ({method.pipeline.value}) with its reads "
-            f"({reads})"
-        )
+    why = (
+        "PopTorch flushes its pipeline at every weight update, keeps one version of the weights, "
+        "each on one IPU, and has its own order of passes"
+    )
+    cell = None
+    if method.order is not None and method.order.file:
+        cell = find_split_or_overlapped(method.order.file)
+    near = "pipedream_flush (1F1B with a flush), local_greedy, whose blocks wait for no gradient"
     return [
-        f"method: {method.name}: {why}: use {nearest}, or {Argument('backend')} emulator or "
-        f"distributed"
+        f"method: {method.name}: {why}{f' ({cell})' if cell else ''}: use {near}, or "
+        f"{Argument('backend')} emulator or distributed"
     ]
 
 
@@ -97,111 +77,84 @@ def check_config(config: Config, method: Method) -> list[str]:
     model and data are made.
     """
     cases = [
-        *_list_option_cases(config, method),
+        *_list_option_cases(config),
         *_list_location_cases(config),
+        *_list_sharding_cases(config, config.replicas),
         *_list_block_cases(config, method),
     ]
     faults = check_method(method) + describe_cases(config, cases)
     if not faults and config.ipu.local == "fused" and method.structure is None:
         stages = config.stages.get("count") if isinstance(config.stages, dict) else config.stages
+        # other forms have a number of stages only when the model is there (`check_model`)
         count = len(stages) + 1 if isinstance(stages, list) else stages
         faults += check_placement(config, method, count) if isinstance(count, int) else []
     return faults
 
 
-def _list_option_cases(config: Config, method: Method) -> Iterator[Case]:
+def _list_option_cases(config: Config) -> Iterator[Case]:
     """Yield the cases of options that do not fit together."""
     ipu = config.ipu
     clip = config.clip
-    period = config.ipu.output_return_period
-    overlaps = ipu.overlapped_io != "none"
-    every_n = ipu.output_mode == "every_n"
     why = f"is not supported on IPUs: must be {', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}"
     yield Case(config.precision not in PRECISIONS, "precision", why)
-    yield Case(
-        config.backend.device != "cpu", "backend.device", "poptorch's host is the CPU: must be cpu"
-    )
+    why = "poptorch's host is the CPU: must be cpu"
+    yield Case(config.backend.device != "cpu", "backend.device", why)
     why = f"PopTorch gets one optimizer with the same settings on all stages: must be {NONE}"
     groups = config.optimizer.groups
     yield Case(groups, "optimizer.groups", why, f"{len(groups)} with optimizers of their own")
     yield Case(config.optimizer.by_stage, "optimizer.by_stage", why)
     why = "PopTorch clips by the global norm (max_grad_norm): must be global"
     yield Case(clip and clip.scope != "global", "clip.scope", why)
-    combines = ipu.use_combined_accum and ipu.tensor_locations.optimizer != TensorLocation()
-    why = f"keeps no separate optimizer state: must be {FALSE}, or no tensor_locations.optimizer"
-    yield Case(combines, "ipu.use_combined_accum", why)
-    why = "must be none in a pipeline (prefetch_buffering_depth buffers)"
-    yield Case(overlaps and is_pipelined(method), "ipu.overlapped_io", why)
-    yield Case(overlaps and not ipu.tensor_locations.num_io_tiles, "ipu.overlapped_io", TILES)
-    why = "with overlapped_io it must be all or sum"
-    yield Case(overlaps and ipu.output_mode not in ("all", "sum"), "ipu.output_mode", why)
-    why = f"must divide {Argument('microbatches')} {config.gradient_accumulation}"
-    yield Case(every_n and config.gradient_accumulation % period, "ipu.output_return_period", why)
-    yield Case(
-        not every_n and period != 1, "ipu.output_return_period", "must be 1, or output_mode every_n"
-    )
-    yield Case(
-        config.recompute and ipu.recomputation == "none",
-        "recompute",
-        f"contradicts {name_key('backend.ipu.recomputation')} none",
-    )
+    why = f"contradicts {name_key('backend.ipu.recomputation')} none"
+    yield Case(config.recompute and ipu.recomputation == "none", "recompute", why)
     for key, every in (("steps", config.steps), ("checkpoint.every", config.checkpoint_every)):
         why = f"the updates of a call: must divide {key} {every}"
         yield Case(every and every % ipu.device_iterations, "ipu.device_iterations", why)
-    why = "must be one number with automatic_loss_scaling"
-    yield Case(ipu.automatic_loss_scaling and ipu.changes_loss_scaling, "ipu.loss_scaling", why)
     is_sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
     why = "the first process writes the whole checkpoint: must be single"
     has_several_processes = ipu.local == "decoupled" or is_under_poprun()
     yield Case(is_sharded and has_several_processes, "checkpoint.format", why)
-    yield from list_popart_cases(ipu.popart_options)
-    yield from _list_device_cases(ipu)
-
-
-def _list_device_cases(ipu: Any) -> Iterator[Case]:
-    """Yield the cases of options that choose the device: hardware, an offline target or a model."""
-    offline = ipu.offline_target is not None
-    yield Case(
-        ipu.ipu_ids and is_under_poprun(),
-        "ipu.ipu_ids",
-        "not under poprun, which chooses the devices: leave it out",
+    why = "must be one number with setAutomaticLossScaling, which chooses it"
+    is_automatic = ipu.options.Training.setAutomaticLossScaling
+    yield Case(is_automatic and ipu.changes_loss_scaling, "ipu.loss_scaling", why)
+    strategy = ipu.options.Training.setMeanAccumulationAndReplicationReductionStrategy
+    is_replaced = ipu.optimizer_options.accum_type == "float16" and strategy not in (
+        None,
+        "Running",
     )
-    yield Case(
-        offline and not ipu.compile_only,
-        "ipu.offline_target",
-        f"nothing can run on it: compile_only must be {TRUE}",
-    )
-    yield Case(
-        offline and ipu.use_ipu_model,
-        "ipu.use_ipu_model",
-        "cannot be combined with offline_target: set one of them",
-    )
-    for key in ("ipu_ids", "log_cycle_count"):
-        why = "cannot be combined with offline_target, which has no device: leave it out"
-        yield Case(offline and getattr(ipu, key), f"ipu.{key}", why)
-    yield Case(
-        ipu.log_cycle_count and ipu.use_ipu_model,
-        "ipu.log_cycle_count",
-        f"must be {FALSE}: hardware alone counts cycles",
-    )
+    why = "PopTorch replaces it with accum_type float16: must be Running, or leave it out"
+    yield Case(is_replaced, MEAN_STRATEGY, why)
+    why = "not under poprun, which chooses the devices: leave it out"
+    yield Case(ipu.ipu_ids and is_under_poprun(), "ipu.ipu_ids", why)
 
 
 def _list_location_cases(config: Config) -> Iterator[Case]:
-    """Yield the tensors that cannot be placed: sharded over one replica, or on I/O tiles that are
-    not reserved.
-    """
-    has_tiles = config.ipu.tensor_locations.num_io_tiles is not None
+    """Yield the cases of options that PopTorch would ignore, of optimizer state and I/O tiles."""
+    ipu = config.ipu
+    locations = ipu.options.TensorLocations
+    ignored = [
+        *(f"optimizer_options.{name}" for name in ipu.optimizer_options.model_dump()),
+        *(f"setOptimizerLocation.{name}" for name in locations.setOptimizerLocation.model_dump()),
+    ]
+    why = f"PopTorch would ignore {list_some(ignored)}: must be {FALSE}, or leave them out"
+    yield Case(ipu.use_combined_accum and ignored, "ipu.use_combined_accum", why)
     for name in LOCATIONS:
-        location = getattr(config.ipu.tensor_locations, name)
-        key = f"ipu.tensor_locations.{name}"
-        shards = location.replicated_tensor_sharding and config.replicas == 1
-        yield Case(
-            shards,
-            f"{key}.replicated_tensor_sharding",
-            f"there is one replica: must be {FALSE}, or replicas 2 or more",
+        for key in ("useIOTilesToLoad", "useIOTilesToStore"):
+            uses_tiles = getattr(getattr(locations, name), key) and not locations.numIOTiles
+            why = "no tiles are reserved: set TensorLocations.numIOTiles, or leave it out"
+            yield Case(uses_tiles, f"{TENSOR_LOCATIONS}.{name}.{key}", why)
+
+
+def _list_sharding_cases(config: Config, replicas: int) -> Iterator[Case]:
+    """Yield the tensors that PopTorch would not shard, because this process has one replica."""
+    for name in LOCATIONS if replicas == 1 else ():
+        key = f"{TENSOR_LOCATIONS}.{name}.useReplicatedTensorSharding"
+        why = (
+            f"a process shards over its own replicas, here 1: must be {FALSE}, or more replicas for "
+            "each process"
         )
-        for way in ("io_tiles_to_load", "io_tiles_to_store"):
-            yield Case(getattr(location, way) and not has_tiles, f"{key}.{way}", TILES)
+        shards = getattr(config.ipu.options.TensorLocations, name).useReplicatedTensorSharding
+        yield Case(shards, key, why)
 
 
 def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
@@ -236,9 +189,9 @@ def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
         "ipu.local",
         f"{method.name} trains one block alone: must be fused",
     )
-    why = "its processes would overwrite each other's profile: leave profile out"
-    yield Case(ipu.profile != IpuProfile(), "ipu.local", why)
+    # processes would overwrite each other's profile
     needed = {
+        "ipu.profile.directory": None,
         "replicas": 1,
         "ipu.device_iterations": 1,
         "ipu.ipus": None,
@@ -267,6 +220,7 @@ def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterat
     """Yield the cases of options that do not fit the number of stages and IPUs."""
     ipu = config.ipu
     pipelined = is_pipelined(method)
+    # all that follows needs a placement of every stage
     if ipu.ipus is not None and len(ipu.ipus) != stages:
         yield Case(True, "ipu.ipus", f"must name an IPU for each of {stages} stages")
         return
@@ -274,7 +228,6 @@ def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterat
     forward = placement.forward_stages
     least = placement.least_accumulation
     shares = ipu.available_memory_proportion
-    iterations = ipu.inference_device_iterations
     why = "the first stage must be on IPU 0, because PopTorch always counts IPU 0 as a stage"
     yield Case(placement.ipu_by_stage[0] != 0, "ipu.ipus", why)
     why = (
@@ -283,12 +236,6 @@ def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterat
     )
     has_too_few = pipelined and placement.ipu_count > 1 and config.gradient_accumulation < least
     yield Case(has_too_few, "gradient_accumulation", why)
-    why = f"a pipeline of {forward} stages: must be at least {forward}"
-    yield Case(
-        iterations is not None and pipelined and iterations < forward,
-        "ipu.inference_device_iterations",
-        why,
-    )
     why = f"must be one number, or {placement.ipu_count}, one per IPU"
     yield Case(
         isinstance(shares, list) and len(shares) != placement.ipu_count,
@@ -296,7 +243,7 @@ def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterat
         why,
     )
     # a simulated device needs no IPUs
-    if ipu.use_ipu_model or ipu.offline_target is not None:
+    if ipu.is_simulated:
         return
     total = placement.ipu_count * config.replicas
     reserved = round_up_ipus(total)
@@ -313,39 +260,28 @@ def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterat
         yield Case(
             True, "stages", f"IPUs are reserved by powers of 2, here {reserved}: {remedy}", counted
         )
-        return
-    why = (
-        f"{counted}: a process drives at most {MOST_IPUS}: take fewer, or start several with "
-        f"poprun --num-instances"
-    )
-    yield Case(reserved > MOST_IPUS and not is_under_poprun(), "replicas", why)
 
 
-def check_model(
-    config: Config, method: Method, facts: ModelFacts, local_replicas: int | None = None
-) -> list[str]:
-    """Return why PopTorch cannot run the job, each reason with its remedy; empty if none is known.
-
-    `local_replicas`: the replicas of this process, if poprun started several processes.
-    """
-    if local_replicas is not None:
-        config = config.model_copy(update={"replicas": local_replicas})
+def check_model(config: Config, method: Method, facts: ModelFacts) -> list[str]:
+    """Return why PopTorch cannot run the job, with remedies; empty if no reason is known."""
     if config.ipu.local == "decoupled" and method.structure is not None:
         cases = _list_decoupled_cases(config, facts)
     else:
+        # the cases of stages look up their IPUs, so the placement must be sound
         faults = check_placement(config, method, facts.stages)
         if faults:
             return faults
-        cases = _list_stage_cases(config, method, facts, local_replicas is not None)
-    model_cases = [*_list_model_cases(config, facts, local_replicas is not None)]
+        cases = _list_stage_cases(config, method, facts)
+    replicas = read_poprun_share(config.replicas).replicas
+    model_cases = [*_list_model_cases(config, facts), *_list_sharding_cases(config, replicas)]
     if facts.updates is None:
-        model_cases += _list_loop_cases(config, local_replicas is not None)
+        model_cases += _list_loop_cases(config)
     return describe_cases(
         config, [*cases, *model_cases, *_list_optimizer_cases(*facts.optimizer, config)]
     )
 
 
-def _list_loop_cases(config: Config, is_one_of_several: bool) -> Iterator[Case]:
+def _list_loop_cases(config: Config) -> Iterator[Case]:
     """Yield the cases of options with which a loop of the caller's own, which gives the batches
     itself, cannot drive IPUs.
     """
@@ -356,7 +292,8 @@ def _list_loop_cases(config: Config, is_one_of_several: bool) -> Iterator[Case]:
         "a loop of your own drives the IPUs of one process: start it without poprun's "
         "--num-instances"
     )
-    yield Case(is_one_of_several, "backend.name", why)
+    share = read_poprun_share(config.replicas)
+    yield Case(share.replicas != config.replicas, "backend.name", why)
     why = "a loop of your own loads the data: must be sync"
     yield Case(ipu.data_loading.mode == "async", "ipu.data_loading.mode", why)
     yield Case(
@@ -380,13 +317,9 @@ def _list_decoupled_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
     )
 
 
-def _list_stage_cases(
-    config: Config, method: Method, facts: ModelFacts, is_one_of_several: bool
-) -> Iterator[Case]:
+def _list_stage_cases(config: Config, method: Method, facts: ModelFacts) -> Iterator[Case]:
     """Yield the cases of stages that are empty or out of order on their IPUs, and of weights that
     several IPUs would hold.
-
-    `is_one_of_several`: whether poprun started several processes.
     """
     why = "the stage is empty: use fewer stages or other boundaries"
     yield Case(facts.empty, "stages", why, ", ".join(map(str, facts.empty)))
@@ -394,15 +327,6 @@ def _list_stage_cases(
     is_disordered = list(facts.order) != sorted(set(facts.order))
     yield Case(is_disordered, "stages", "on IPUs each must begin once, in order", order)
     placement = place_stages(config.ipu, facts.stages)
-    why = (
-        f"of each process, which drives at most {MOST_IPUS} IPUs: start more with poprun "
-        f"--num-instances"
-    )
-    yield Case(
-        is_one_of_several and round_up_ipus(placement.ipu_count * config.replicas) > MOST_IPUS,
-        "replicas",
-        why,
-    )
     for name, stages in facts.shared.items() if is_pipelined(method) else ():
         ipus = sorted({placement.ipu_by_stage[s] for s in stages})
         users = f"stages {', '.join(map(str, stages))} on IPUs {', '.join(map(str, ipus))}"
@@ -413,7 +337,7 @@ def _list_stage_cases(
         yield Case(len(ipus) > 1, "model", why, name)
 
 
-def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool) -> Iterator[Case]:
+def _list_model_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
     """Yield the cases of options that do not fit the model's buffers or the number of updates, and
     of unsupported operations.
     """
@@ -430,10 +354,8 @@ def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool
     why = f"the updates of a call: must divide the run's {updates} (steps, epochs)"
     yield Case(updates % iterations, "ipu.device_iterations", why)
     why = f"must divide the {every} updates between evaluations (evaluate.every)"
+    # an interval as long as the run has no evaluation in between
     yield Case(every < updates and every % iterations, "ipu.device_iterations", why)
-    # weights are sharded over a process's own replicas
-    if is_one_of_several:
-        yield from _list_location_cases(config)
     # parts of the forward that PopTorch would compute differently or refuse to compile
     for names, why in (
         (
@@ -461,19 +383,13 @@ def _list_model_cases(config: Config, facts: ModelFacts, is_one_of_several: bool
         dtype = str(facts.input_type).replace("torch.", "")
         why = f"inputs are {dtype}: nothing would be computed in half precision: use 16.16 or 32.32"
         yield Case(not facts.input_type.is_floating_point, "precision", why)
-        names = list_some(facts.biased_convolutions, 3)
-        why = (
-            f"{names}: torch 2.0.1 convolves no half inputs with a float32 bias: use bias=False, "
-            f"16.16 or 32.32"
-        )
-        yield Case(facts.biased_convolutions, "precision", why)
 
 
 def _list_optimizer_cases(
     kind: str, groups: Sequence[Mapping[str, Any]], config: Config
 ) -> Iterator[Case]:
     """Yield the cases of the optimizer in use, which may differ from the config's."""
-    if kind not in ACCUMULATORS:
+    if kind not in OPTIMIZERS:
         yield Case(
             True,
             "optimizer",
@@ -482,21 +398,6 @@ def _list_optimizer_cases(
         )
         return
     ipu = config.ipu
-    combined = config.ipu.use_combined_accum
-    for key in sorted(
-        {key for keys in ACCUMULATORS.values() for key in keys}.difference(ACCUMULATORS[kind])
-    ):
-        yield Case(
-            getattr(ipu, key) != "float32", f"ipu.{key}", f"{kind} has none: must be float32"
-        )
-    yield Case(
-        combined and kind != "sgd", "ipu.use_combined_accum", f"{kind} has none: only sgd has it"
-    )
-    yield Case(
-        config.clip and kind == "rmsprop",
-        "clip.norm",
-        f"PopTorch does not clip with rmsprop: must be {NONE}",
-    )
     chosen = {
         key: value for group in groups for key, value in group.items() if key != "params" and value
     }
@@ -506,18 +407,19 @@ def _list_optimizer_cases(
         )
     why = "PopART's velocity starts at zero, PyTorch's at the first gradient: must be 0"
     yield Case("dampening" in chosen, "optimizer.dampening", why, chosen.get("dampening"))
+    centered = [group.get("centered", False) for group in groups]
+    why = "PopTorch has one value for all groups: must be the same in all"
+    yield Case(len(set(centered)) > 1, "optimizer.centered", why, centered)
     # PopART's Nesterov step uses the accumulator without dividing it by the number of microbatches
     # (compoundscalarhelper.cpp: NesterovDampeningScaleFactor times DampeningScaleFactor is 1 /
     # loss scale). It is the mean only with a running mean.
     accumulates = config.gradient_accumulation * config.replicas > 1 or ipu.local == "decoupled"
-    running = ipu.mean_reduction_strategy == "running" or ipu.accum_type == "float16"
-    remedy = (
-        f"set {name_key('backend.ipu.mean_reduction_strategy')}=running and "
-        f"use_combined_accum={FALSE}"
-    )
+    mean_strategy = ipu.options.Training.setMeanAccumulationAndReplicationReductionStrategy
+    running = mean_strategy == "Running" or ipu.optimizer_options.accum_type == "float16"
+    remedy = f"set {name_key(f'backend.{MEAN_STRATEGY}')}=Running and use_combined_accum={FALSE}"
     why = f"PopART would take the sum of the microbatches' gradients: {remedy}"
     yield Case(
-        "nesterov" in chosen and (combined or (accumulates and not running)),
+        "nesterov" in chosen and (ipu.use_combined_accum or (accumulates and not running)),
         "optimizer.nesterov",
         why,
         True,

@@ -21,17 +21,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
-from ipu_pipe.backends.ipu.config import IpuConfig
 from ipu_pipe.backends.ipu.options import name_stage
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.loss import Loss, count_right, get_block_loss
 from ipu_pipe.model.stages import Partition
-
-OVERLAP = {
-    "accumulation_loop": "OverlapAccumulationLoop",
-    "device_iteration_loop": "OverlapDeviceIterationLoop",
-}
 
 
 class WholeModel(nn.Module):
@@ -95,6 +89,7 @@ def copy_piece(piece: Piece) -> nn.Module:
     """Return a module with copies of one piece's modules and weights under the model's names, and
     nothing else.
     """
+    # one memo for all copies, so that tied weights stay tied
     root, memo = nn.Module(), {}  # type: ignore[var-annotated]
     for name, called in zip(piece.names, piece.called):
         owner, _, last = name.rpartition(".")
@@ -117,9 +112,8 @@ def _make_path(root: nn.Module, path: str) -> nn.Module:
 class Wrapped(nn.Module):
     """The module that PopTorch compiles.
 
-    `is_half`: outputs are in half precision, and losses are computed in float32. `overlap`:
-    PopTorch's mode of overlapping input with compute. `passes_activations`: the outputs include the
-    activations for the next block.
+    `is_half`: outputs are in half precision, and losses are computed in float32.
+    `passes_activations`: the outputs include the activations for the next block.
     """
 
     def __init__(
@@ -127,7 +121,6 @@ class Wrapped(nn.Module):
         body: Any,
         loss: Loss,
         is_half: bool = False,
-        overlap: str | None = None,
         passes_activations: bool = False,
     ) -> None:
         super().__init__()
@@ -138,12 +131,7 @@ class Wrapped(nn.Module):
         if isinstance(block_loss, nn.Module):
             self.loss = nn.ModuleList([copy.deepcopy(block_loss) for _ in range(body.losses)])
         self._is_half = is_half
-        self._overlap = overlap
         self._passes_activations = passes_activations
-
-    def list_names(self) -> list[str | None]:
-        """Return the names of all parameters in the user's model, see `get_unsplit_name`."""
-        return [get_unsplit_name(name) for name, _ in self.named_parameters()]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
         """Run a microbatch x with its labels y, in training; the module's docstring says what it
@@ -153,8 +141,6 @@ class Wrapped(nn.Module):
 
         # operations before the first boundary would otherwise belong to no listed block
         poptorch.Block.start(name_stage(0))
-        if self._overlap is not None:
-            x = poptorch.set_overlap_for_input(x, getattr(poptorch.OverlapMode, self._overlap))
         losses = []
         counts_of_right = []
         outputs = []
@@ -174,6 +160,7 @@ class Wrapped(nn.Module):
                 total = total + other
             by_block = torch.stack([loss.detach().reshape(()) for loss in losses])
             known_counts = [counts for counts in counts_of_right if counts is not None]
+            # by this mark PopTorch finds the loss with which the backward begins
             outputs = [poptorch.identity_loss(total, "none"), by_block]
             if len(known_counts) == len(counts_of_right):
                 outputs.append(torch.stack(known_counts))
@@ -193,7 +180,6 @@ def wrap(
     loss: Loss,
     part: Partition,
     precision: str,
-    ipu: IpuConfig,
     block: int | None = None,
 ) -> Wrapped:
     """Return a copy of the model as PopTorch wants it, its stages marked. The user's own stays as
@@ -222,6 +208,4 @@ def wrap(
     for name, stage in part.begins.items() if block is None else ():
         poptorch.BeginBlock(body.model.get_submodule(name), name_stage(stage))
     passes_activations = blocks is not None and block is not None and block < len(blocks.pieces) - 1
-    return Wrapped(
-        body, loss, precision.startswith("16"), OVERLAP.get(ipu.overlapped_io), passes_activations
-    )
+    return Wrapped(body, loss, precision.startswith("16"), passes_activations)

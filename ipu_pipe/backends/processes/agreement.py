@@ -11,11 +11,11 @@ import json
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.processes.launch import compare_requests
-from ipu_pipe.backends.ranks import are_joined, report_lost_rank
+from ipu_pipe.backends.ranks import are_joined, gather_by_rank, gather_over
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.batch import describe_tensors
@@ -25,6 +25,10 @@ REMEDY = (
     "same weights"
 )
 SET_ALIKE = "give the optimizer the same settings on all ranks, and step its schedulers alike"
+ALIKE_IN_PARTS = (
+    "ranks that hold parts of the same weights must have the same model, and read the same batches "
+    "unless data_group has them"
+)
 READ_ALIKE = (
     "ranks of one pipeline must read the same batches: do not shard the loader by rank, and seed "
     "its shuffle alike "
@@ -71,6 +75,7 @@ def compare_values(model: nn.Module, loss: Any, replaces_weights: bool) -> None:
     # tensors on the meta device have none
     values = {name: t for name, t in tensors.items() if not t.is_meta}
     _raise_first_difference(
+        # checksums, because the weights themselves may be gigabytes
         {f"{name}: values (CRC-32)": f"{compute_checksum(t):08x}" for name, t in values.items()}
     )
 
@@ -91,8 +96,32 @@ def compare_settings(settings: dict[str, str]) -> None:
         _raise_first_difference(settings, SET_ALIKE)
 
 
+def describe_values(model: nn.Module, x: Any) -> dict[str, str]:
+    """Describe what the ranks that hold parts of the same weights must have alike: the values of a
+    model, and the inputs of a microbatch.
+    """
+    values = {
+        f"model: {name}: values (CRC-32)": f"{compute_checksum(t):08x}"
+        for name, t in _list_tensors(model).items()
+        if not t.is_meta
+    }
+    return {**values, "step: inputs of the first microbatch (CRC-32)": f"{compute_checksum(x):08x}"}
+
+
+def compare_over(group: Any, description: dict[str, str]) -> None:
+    """Raise `BadInput`, with the first difference, if a rank of a process group, which holds parts
+    of the same weights, has another description.
+    """
+    (first_rank, first), *others = gather_over(group, description).items()
+    for rank, other in others:
+        faults = compare_requests(first, other, first_rank, rank)
+        if faults:
+            raise BadInput(f"{faults[0]}: {ALIKE_IN_PARTS}")
+
+
 def _are_several() -> bool:
-    return are_joined() and dist.get_world_size() > 1
+    # a column may have a single rank, and still share its weights with other columns
+    return are_joined() and (world.get_world_size() > 1 or world.get_data_group() is not None)
 
 
 def _list_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -104,25 +133,14 @@ def _raise_first_difference(description: dict[str, str], remedy: str = REMEDY) -
     """Compare the ranks' descriptions: a hash of each, and all of them only if the hashes
     differ.
     """
-    digests = gather_objects(hashlib.sha256(json.dumps(description).encode()).hexdigest())
-    if len(set(digests)) == 1:
+    # keys are not sorted, because the order of the parameters must agree, too
+    digests = gather_by_rank(hashlib.sha256(json.dumps(description).encode()).hexdigest())
+    if len(set(digests.values())) == 1:
         return
-    first, *others = gather_objects(description)
-    for rank, other in enumerate(others, 1):
-        faults = compare_requests(first, other, 0, rank)
+    (first_rank, first), *others = gather_by_rank(description).items()
+    for rank, other in others:
+        faults = compare_requests(first, other, first_rank, rank)
         # optimizers number parameters in their order
         if faults or list(first) != list(other):
-            fault = (
-                faults[0]
-                if faults
-                else f"model: rank {rank} has its parameters in another order than rank 0"
-            )
-            raise BadInput(f"{fault}: {remedy}")
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Return every rank's value on every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    with report_lost_rank():
-        dist.all_gather_object(values, value)
-    return values
+            order = f"model: rank {rank} has its parameters in another order than rank {first_rank}"
+            raise BadInput(f"{faults[0] if faults else order}: {remedy}")

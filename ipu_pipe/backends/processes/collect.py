@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
-from typing import Any, Iterable, Iterator, NamedTuple, Sequence, TypeVar
+from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.interface import CheckpointState, DeviceTimes, Report
 from ipu_pipe.backends.processes.interpreter import Interpreter
 from ipu_pipe.backends.processes.layout import RankLayout
@@ -48,9 +48,9 @@ def gather(mail: Mail, value: Value) -> list[Value] | None:
     """Return every rank's value on rank 0, else None."""
     # wait for all ranks first, because this wait has the deadline
     mail.all_gather(torch.zeros(1))
-    values: Any = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    values: Any = [None] * world.get_world_size() if world.get_rank() == 0 else None
     with detect_lost_rank(limit=mail.limit):
-        dist.gather_object(value, values, dst=0, group=mail.group)
+        world.gather_object(value, values, mail.group)
     return values  # type: ignore[no-any-return]
 
 
@@ -58,10 +58,11 @@ def gather(mail: Mail, value: Value) -> list[Value] | None:
 
 
 def export_stages(
-    run: Run, models: Sequence[StageModel], names: dict[nn.Parameter, str]
+    run: Run, models: Sequence[StageModel], names: dict[nn.Parameter, str], is_whole: bool
 ) -> CheckpointState:
     """Return a rank's part of a checkpoint, on the host. `names`: parameter -> name, for all
-    parameters of the optimizer.
+    parameters of the optimizer. `is_whole`: with whole tensors of weights that the caller has
+    sharded.
     """
     parameters: list[torch.Tensor] = []
     for model in models:
@@ -72,12 +73,13 @@ def export_stages(
     trained = {id(run.precision.get_trained(p)) for p in parameters if isinstance(p, nn.Parameter)}
     names = {p: name for p, name in names.items() if id(p) in trained}
     tensors, plain = optimizer.export_state(run.optimizer, names)
+    export = make_export(run, is_whole)
+    tensors = {key: export(key.rpartition("/")[0], value) for key, value in tensors.items()}
     weights: dict[str, torch.Tensor] = {}
     for model in models:
         with run.precision.put_masters_in_place():
-            weights.update(
-                {key: value.detach().cpu() for key, value in model.piece.select_state().items()}
-            )
+            state = model.piece.select_state()
+            weights.update({key: export(key, t).detach().cpu() for key, t in state.items()})
         if model.head is not None:
             head = f"{HEADS}.{model.stage}"
             weights.update(
@@ -91,6 +93,17 @@ def export_stages(
     loss = export_loss(run.loss) if has_loss else {}
     on_host = {key: value.cpu() for key, value in tensors.items()}
     return CheckpointState(weights, on_host, plain, loss)
+
+
+def make_export(run: Run, is_whole: bool) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """Return a function of the name of a weight and one of its tensors, which returns the whole
+    tensor of a shard, or unless `is_whole` its DTensor.
+    """
+    masters = run.precision.masters
+    if masters is None or not masters.are_in_weights:
+        return lambda name, value: value
+    weights = dict(run.model.named_parameters(remove_duplicate=False))
+    return lambda name, value: masters.export(name, value, weights, is_whole)
 
 
 def merge_ranks(run: Run, ranks: Sequence[CheckpointState]) -> CheckpointState:
@@ -140,16 +153,17 @@ def broadcast_weights(
     """
     mail.all_gather(torch.zeros(1))
     freed_ids = None if freed is None else {id(tensor) for tensor in freed}
+    # in the same order on all ranks, because a broadcast is collective
     for stage in sorted({*holders.values()}):
         tensors = {
             name: operator.attrgetter(name)(model) for name, s in holders.items() if s == stage
         }
         values: Any = [None]
         source = placement[stage]
-        if dist.get_rank() == source:
+        if world.get_rank() == source:
             values = [{name: t.detach().cpu() for name, t in tensors.items()}]
         with detect_lost_rank(limit=mail.limit):
-            dist.broadcast_object_list(values, src=source, group=mail.group)
+            world.broadcast_object_list(values, source, mail.group)
         for name, tensor in tensors.items():
             if freed_ids is None or id(tensor) in freed_ids:
                 tensor.data = values[0][name].to(tensor.device)
@@ -165,7 +179,7 @@ def gather_weights(
     """Copy the tensors of the first replica's stages into rank 0's model; arguments as of
     `broadcast_weights`.
     """
-    stages_here = layout.stages_of_rank if layout.replica == 0 else []
+    stages_here = layout.stages_of_rank if layout.is_leading else []
     names_here = [name for name, stage in holders.items() if stage in stages_here]
     tensors = {
         name: operator.attrgetter(name)(model).detach().cpu() for name in names_here if layout.rank
@@ -208,6 +222,7 @@ def free(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """
     freed = list(tensors)
     for tensor in freed:
+        # NaN shows in any result that reads a freed weight by mistake
         value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         tensor.data = torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(
             tensor.shape
@@ -260,6 +275,7 @@ class GradientCollection:
                 gradients = [
                     torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters[s]
                 ]
+                # one message of bytes, whatever the dtypes of the gradients are
                 all_bytes = torch.cat(
                     [g.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for g in gradients]
                 )
@@ -303,6 +319,8 @@ class GradientCollection:
                 self._names[s], parameters, parts, has_gradient.tolist()
             ):
                 if is_there:
+                    # cloned, because a part may begin at a byte at which no number of this dtype
+                    # can
                     gradients[name] = gradient_bytes.clone().view(p.dtype).view(p.shape)
         return gradients
 
@@ -341,11 +359,12 @@ class Evaluation:
         # finish the messages of training: waiting for them must not count as evaluation
         self._mail.flush()
         empty = Tally(self._run.loss, metrics).sums
+        # a float64 also holds a checksum of 32 bits exactly
         sums = torch.zeros(layout.stages, len(empty) + 1, dtype=torch.float64)
         with self._enter_evaluation():
-            if layout.replica == 0:
+            if layout.is_leading:
                 self._sum_by_stage(batches(), metrics, sums)
-        if layout.replicas > 1:
+        if layout.replicas > 1 and layout.column is None:
             self._count += 1
             wait_for_first_replica(layout, self._mail, self._count)
         # complete the sends, which frees the activations of the test set
@@ -366,7 +385,7 @@ class Evaluation:
         last = self._layout.stages - 1
         outputs: list[Any] = [None]
         with self._enter_evaluation():
-            if layout.replica == 0:
+            if layout.is_leading:
                 crossings = self._prepare(x)
                 for model in self._models:
                     output = self._run_stage(model, self._predicted, x, crossings)
@@ -381,7 +400,7 @@ class Evaluation:
         # wait for all ranks first, because this wait has the deadline
         self._mail.all_gather(torch.zeros(1))
         with detect_lost_rank(limit=self._mail.limit):
-            dist.broadcast_object_list(outputs, src=layout.placement[last], group=self._mail.group)
+            world.broadcast_object_list(outputs, layout.placement[last], self._mail.group)
         return outputs[0]
 
     @contextlib.contextmanager
@@ -420,9 +439,10 @@ class Evaluation:
                 output = self._run_stage(model, batch, x, crossings)
                 if model.stage in self._with_loss:
                     tallies[model.stage].add(output, y, count_samples(x))
-            if self._layout.replicas > 1:
-                store = dist.distributed_c10d._get_default_store()
+            if self._layout.replicas > 1 and self._layout.column is None:
+                store = world.get_own_store()
                 limit = self._mail.limit
+                # the other replicas wait on as long as this number rises
                 with detect_lost_rank([KEEPER], limit):
                     answer_within(limit.total_seconds(), lambda: store.add(EVALUATED, 1))
         for stage, tally in tallies.items():
@@ -453,15 +473,16 @@ def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
     """Wait for the first replica's evaluation `number`. Raise `LostRank` if it makes no progress
     within the deadline.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = world.get_own_store()
     done = f"ipu_pipe/evaluation-{number}/done"
     progress = -1
     since = time.monotonic()
     limit = mail.limit.total_seconds()
-    with detect_lost_rank(range(layout.devices), mail.limit):
+    with detect_lost_rank([world.name_rank(r) for r in range(layout.devices)], mail.limit):
         if layout.replica == 0:
             answer_within(limit, lambda: store.add(done, 1))
             return
+        # adding 0 reads a counter that may not exist yet; `get` would wait for it
         while answer_within(limit, lambda: store.add(done, 0)) < layout.devices:
             batches = answer_within(limit, lambda: store.add(EVALUATED, 0))
             if batches != progress:

@@ -8,6 +8,7 @@ Rank 0 prints and writes. Gradients are averaged between the ranks of one stage 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import warnings
@@ -16,13 +17,15 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.backends.processes import collect, trace
+from ipu_pipe.backends.processes.input_kinds import InputKinds
 from ipu_pipe.backends.processes.interpreter import Interpreter
 from ipu_pipe.backends.processes.launch import join, make_group
-from ipu_pipe.backends.processes.layout import RankLayout, place
+from ipu_pipe.backends.processes.layout import RankLayout, place, require_separable
 from ipu_pipe.backends.processes.local import LocalBlock
 from ipu_pipe.backends.processes.lost_ranks import LostRank, detect_lost_rank
 from ipu_pipe.backends.processes.mail import REPLICAS, Mail
@@ -31,14 +34,15 @@ from ipu_pipe.backends.processes.stage import Stage, StageModel
 from ipu_pipe.backends.processes.ties import Ties, find_ties
 from ipu_pipe.backends.processes.update import ReplicaGroup, ResultCollection
 from ipu_pipe.cut.cutting import Piece, list_crossings
-from ipu_pipe.errors import RunFault
+from ipu_pipe.cut.verification import TrainingEffects
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics
 from ipu_pipe.job.record import ComparedSettings, Job, make_trace_metadata
 from ipu_pipe.job.user_code import raise_attributed
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.model.batch import check_same_shapes
+from ipu_pipe.model.batch import count_samples
 from ipu_pipe.model.randomness import KeyedRandomness
-from ipu_pipe.refusals import EMULATOR
+from ipu_pipe.refusals import BATCH, EMULATOR
 from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import LossShare, Work, list_exactness_faults
 from ipu_pipe.schedule.actions import SPLIT_PASSES
@@ -91,12 +95,15 @@ class ProcessEngine(Engine):
         self._steps = 0
         # device -> the group of its ranks in all replicas
         groups: list[Any] = []
-        if layout.replicas > 1:
+        # making a group is collective, so all ranks make the following ones in this order
+        if layout.column is not None:
+            groups = [world.get_data_group()] * layout.devices
+        elif layout.replicas > 1:
             groups = [
                 make_group(layout.list_ranks(device), options.deadline)
                 for device in range(layout.devices)
             ]
-        every_rank = range(dist.get_world_size())
+        every_rank = range(world.get_world_size())
         if options.is_sharded:
             self.checkpoint_group = make_group(every_rank, options.deadline)
         self._microbatches = Microbatches(run, layout, work.microbatch)
@@ -105,6 +112,9 @@ class ProcessEngine(Engine):
         self._recorder = trace.TraceRecorder(layout.rank, models[0].stage, run.trace, stream)
         channels = make_channels(run, layout, models[0].ties.links)
         self._replicas = self._make_replica_groups(groups, channels)
+        self._kinds = make_input_kinds(run, layout, self._cut, models[0], channels)
+        for model in models:
+            model.kinds = self._kinds
         # a group of its own, so that no message that a broken pipeline has left reaches the next
         # one, nor one of the caller's own
         self._group = make_group(every_rank, options.deadline)
@@ -116,7 +126,9 @@ class ProcessEngine(Engine):
             self._group,
             channels,
             _bound_sends(run),
+            self._kinds,
         )
+        self._ranks_of_shards = self._limit_groups_of_shards()
         group = groups[layout.rank % layout.devices] if groups else None
         if run.loss_weight is not None:
             self._weights = UpdateWeights(work, self._microbatches, self._mail, group)
@@ -129,9 +141,9 @@ class ProcessEngine(Engine):
         self._interpreter = Interpreter(
             work, stages, self._mail, self._recorder, self._replicas, channels
         )
-        self._name_faults = functools.partial(
+        self._name_place = functools.partial(
             name_faults,
-            layout.rank,
+            world.name_rank(layout.rank),
             lambda: self._recorder.stage,
             lambda: self._interpreter.doing,
             lambda: self._interpreter.activity,
@@ -145,6 +157,26 @@ class ProcessEngine(Engine):
                 trace.open_file(
                     options.folder, options.metadata, self._recorder, first_update, offset_ns
                 )
+
+    def _limit_groups_of_shards(self) -> list[int]:
+        """Give the collectives of FSDP2 and tensor parallelism the deadline. Return the global ranks
+        that they may wait for within a pass.
+        """
+        precision = self.run.precision
+        groups = precision.masters.list_groups() if precision.is_sharded else []
+        self._mail.limit_groups(groups)
+        ranks = {rank for group in groups for rank in world.list_global_ranks(group)}
+        return sorted(ranks - {world.name_rank(self._layout.rank)})
+
+    @contextlib.contextmanager
+    def _attribute_errors(self) -> Iterator[None]:
+        """Add the place to faults, and name the rank that a caller's collective has waited for."""
+        with self._name_place():
+            if not self._ranks_of_shards:
+                yield
+                return
+            with detect_lost_rank(self._ranks_of_shards, self._mail.limit, runs_other_code=True):
+                yield
 
     def _make_replica_groups(self, groups: list[Any], channels: Any) -> list[ReplicaGroup]:
         """Return the group of each stage's replicas; `groups`: of each device's ranks, none without
@@ -170,6 +202,7 @@ class ProcessEngine(Engine):
         )
         self._gradient_collection: collect.GradientCollection | None = None
         self._freed = collect.free_other_stages(run, self._models, self._cut)
+        self._kinds.fill = functools.partial(collect.zero_freed, self._freed)
         self._with_loss = _list_stages_with_loss(run)
         self._results = ResultCollection(
             run, self._mail, self._recorder, self._layout, self._with_loss, group_of_replicas
@@ -185,7 +218,7 @@ class ProcessEngine(Engine):
     # ---- updates
 
     def give(self, k: int, cut: float) -> None:
-        with self._name_faults():
+        with self._attribute_errors():
             self._results.expect(k)
             if self._gradient_collection is not None:
                 self._gradient_collection.expect(k)
@@ -200,22 +233,26 @@ class ProcessEngine(Engine):
                 self._results.send(k, s, tables.get(s), stage.model.checksums)
             if self._gradient_collection is not None:
                 self._gradient_collection.send(k)
+        # between two calls the caller sees the sharded weights
+        for stage in self._interpreter.stages.values():
+            stage.gathering.drop()
         self._recorder.end_step()
 
     def take(self, k: int) -> StepResult:
-        with self._name_faults():
+        with self._attribute_errors():
             return self._results.collect(k)
 
     def finish(self, batches: int, table: VersionTable) -> None:
-        with self._name_faults():
+        with self._attribute_errors():
             self._advance(float("inf"), batches)
             self._interpreter.end_round(Work.of(self.run, batches, table))
 
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
-        with self._name_faults():
+        with self._attribute_errors():
             old = self._interpreter
             old.end()
             self._mail.forget_expected()
+            self._kinds.forget()
             work = Work.of(self.run, update, table)
             stages = self._make_stages(work)
             for s, stage in stages.items():
@@ -232,12 +269,13 @@ class ProcessEngine(Engine):
                 self._weights.restart()
 
     def predict(self, x: Any) -> Any:
-        with self._name_faults():
+        with self._attribute_errors():
             self._interpreter.load_newest()
             return self._evaluation.predict(x)
 
     def load_weights(self, load: Callable[[], None]) -> None:
         for tensor in self._freed:
+            # a freed tensor has one number for all its elements, and cannot be written
             tensor.data = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         load()
         collect.free(self._freed)
@@ -248,7 +286,10 @@ class ProcessEngine(Engine):
         """
         is_whole = torch.zeros(self._layout.stages, dtype=torch.int64)
         for s, stage in stages.items():
-            is_whole[s] = not stage.verify_split(self.run.example)
+            # a trial would write whole weights
+            is_whole[s] = not (
+                self.run.precision.is_sharded or stage.verify_split(self.run.example)
+            )
         whole = (
             torch.stack(self._mail.all_gather(is_whole)).amax(dim=0).nonzero().flatten().tolist()
         )
@@ -268,7 +309,7 @@ class ProcessEngine(Engine):
 
     def collect_gradients(self, k: int) -> dict[str, torch.Tensor]:
         assert self._gradient_collection is not None
-        with self._name_faults():
+        with self._attribute_errors():
             return self._gradient_collection.collect(k)
 
     def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
@@ -277,8 +318,11 @@ class ProcessEngine(Engine):
             return self._evaluation.evaluate(batches, metrics)
 
     @contextlib.contextmanager
-    def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
-        with self._record_pause("gather", "whole model"):
+    def hold_whole_model(self, everywhere: bool = True) -> Iterator[nn.Module | None]:
+        if self.run.precision.is_sharded:
+            yield self._copy_whole_model(everywhere)
+            return
+        with self._record_pause("checkpoint", "whole model"):
             self._interpreter.load_newest()
             if everywhere:
                 collect.broadcast_weights(
@@ -290,32 +334,56 @@ class ProcessEngine(Engine):
                 )
         self.newest_model = self.run.model if everywhere or self.is_main else None
         try:
-            yield
+            yield None
         finally:
             self.newest_model = None
             collect.free(self._freed)
 
+    def _copy_whole_model(self, everywhere: bool) -> nn.Module | None:
+        """Return a copy of the model with whole weights, of those that the caller has sharded; None
+        on other ranks than the first, unless `everywhere`.
+        """
+        state = self.collect_state()
+        if everywhere:
+            values = [state]
+            with self._attribute_errors(), detect_lost_rank(limit=self._mail.limit):
+                world.broadcast_object_list(values, 0, self._mail.group)
+            (state,) = values
+        if state is None:
+            return None
+        # the recorded model is on the meta device, without values
+        model = copy.deepcopy(self._cut[0].cut.recorded_model).to_empty(device=self.run.device)
+        model.load_state_dict(state.model)
+        # a state lacks some buffers
+        buffers = dict(self.run.model.named_buffers())
+        for name, buffer in model.named_buffers():
+            if name not in state.model:
+                buffer.copy_(buffers[name])
+        for copied, module in zip(model.modules(), self.run.model.modules()):
+            copied.training = module.training
+        return model
+
     def collect_state(self) -> CheckpointState | None:
         with self._record_pause("checkpoint", "checkpoint"):
-            ranks = collect.gather(self._mail, self._export())
+            ranks = collect.gather(self._mail, self._export(is_whole=True))
         return (
             None if ranks is None else collect.merge_ranks(self.run, ranks[: self._layout.devices])
         )
 
     def collect_part(self, every_replica: bool = False) -> CheckpointState:
         with self._record_pause("checkpoint", "checkpoint"):
-            part = self._export()
+            part = self._export(is_whole=False)
         # only the first replica writes
-        if self._layout.replica and not every_replica:
+        if not self._layout.is_leading and not every_replica:
             return CheckpointState({}, {}, {})
         rest = collect.export_rest(self.run, self._cut) if self.is_main or every_replica else {}
         return part._replace(model={**part.model, **rest})
 
-    def _export(self) -> CheckpointState:
+    def _export(self, is_whole: bool) -> CheckpointState:
         self._interpreter.load_newest()
         models = [stage.model for stage in self._interpreter.stages.values()]
         with self._interpreter.export_replicas():
-            return collect.export_stages(self.run, models, self.names)
+            return collect.export_stages(self.run, models, self.names, is_whole)
 
     @contextlib.contextmanager
     def _record_pause(self, kind: str, doing: str) -> Iterator[None]:
@@ -324,7 +392,7 @@ class ProcessEngine(Engine):
         """
         self._interpreter.doing = doing
         start = self._recorder.mark()
-        with self._name_faults():
+        with self._attribute_errors():
             yield
             # flush before the checkpoint is written: a run that is killed later has all events
             # before the checkpoint
@@ -346,7 +414,7 @@ class ProcessEngine(Engine):
 
     def report(self) -> Report | None:
         self._interpreter.doing = "report"
-        with self._name_faults():
+        with self._attribute_errors():
             if self.run.trace:
                 # ranks may be at different updates, and all must compare
                 self._synchronize_clocks()
@@ -361,7 +429,7 @@ class ProcessEngine(Engine):
 
     def close(self) -> None:
         self._interpreter.doing = "end"
-        with self._name_faults():
+        with self._attribute_errors():
             self._interpreter.close()
             if self._holders:
                 with self.run.precision.put_masters_in_place(loads=True):
@@ -372,7 +440,7 @@ class ProcessEngine(Engine):
         self.abort()
 
     def disconnect(self) -> None:
-        dist.destroy_process_group(self._group)
+        world.end_group(self._group)
 
     def keep_newest(self) -> None:
         self._interpreter.load_newest()
@@ -381,6 +449,7 @@ class ProcessEngine(Engine):
         self._mail.leave()
 
     def abort(self) -> None:
+        self._mail.release()
         self._interpreter.remove_hooks()
         self._recorder.flush(wait=True)
         self.release_blocks()
@@ -430,6 +499,24 @@ def cut_stages(
     return models, cut
 
 
+def make_input_kinds(
+    run: Run, layout: RankLayout, cut: Sequence[Piece], model: StageModel, channels: Any
+) -> InputKinds:
+    """Return the kinds of inputs of a rank, one of whose stages is `model`."""
+
+    def require_sharing(effects: TrainingEffects) -> None:
+        # blocks share nothing
+        if model.local is None:
+            require_separable(run.model, run.method, cut, layout.placement, effects)
+
+    draws = run.observation.effects.draws
+    # a forward of sharded weights cannot be verified
+    is_fixed = channels is not None or cut[0].cut.is_recorded_elsewhere
+    return InputKinds(
+        cut, run.example[0], model.crossings, draws, model.list_entries, require_sharing, is_fixed
+    )
+
+
 class Microbatches:
     """The microbatches of a rank from `first` on, each read from the data once and in order.
 
@@ -440,6 +527,7 @@ class Microbatches:
     def __init__(self, run: Run, layout: RankLayout, first: int) -> None:
         self._run = run
         self._source = run.batches
+        self._samples = count_samples(run.example[0])
         self._replica = layout.replica
         self._next = first
         # replicas with weights of their own take turns in one row
@@ -456,7 +544,11 @@ class Microbatches:
             self._batches[m] = left - 1, batch, checksum
         checksums[m] = checksum
         x, y = self._source.prepare(batch)
-        check_same_shapes(x, self._run.example[0], m)
+        if count_samples(x) != self._samples:
+            raise BadInput(
+                f"{BATCH}: microbatch {m}: {count_samples(x)} samples, the first had {self._samples}: "
+                f"processes take one number: leave out a smaller last batch, or use {EMULATOR}"
+            )
         return x, y
 
     def weigh(self, m: int) -> float:
@@ -552,6 +644,7 @@ def name_faults(
         yield
     except LostRank as error:
         raise RunFault(f"rank {rank}, stage {stage()}, action {action()}: {error}") from error
+    # the user has stopped the run, which is no fault of a stage
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -568,7 +661,7 @@ def make_options(job: Job) -> ProcessOptions:
         config.checkpoint is not None and config.checkpoint.format == "sharded",
         config.model.compile,
         job.pieces,
-        job.precision.is_given or job.wants_model,
+        (job.precision.is_given or job.keeps_whole) and not job.precision.is_sharded,
         job.compared,
         folder,
         {} if folder is None else make_trace_metadata(job),
@@ -579,20 +672,20 @@ def make(run: Run, first_update: int, table: VersionTable) -> ProcessEngine:
     """Return this rank's engine, which continues with update `first_update`."""
     # replicas with weights of their own take turns in one pipeline
     copies = run.replicas if run.method.rounds is None else 1
-    layout = RankLayout(dist.get_rank(), run.placement, copies)
+    column = None if world.get_data_group() is None else world.get_replica()
+    layout = RankLayout(world.get_rank(), run.placement, copies, column)
     doing = f"start before update {first_update}"
-    with name_faults(layout.rank, lambda: layout.stages_of_rank[0], lambda: "start", lambda: doing):
+    rank = world.name_rank(layout.rank)
+    with name_faults(rank, lambda: layout.stages_of_rank[0], lambda: "start", lambda: doing):
         return ProcessEngine(run, layout, first_update, table)
 
 
 def list_faults(job: Job) -> list[str]:
-    """Return the reasons why processes cannot train a job: the method has no pipeline, or the
-    result would not be exact.
-    """
+    """Return the reasons why the result of processes would not be exact."""
     method = job.method
+    # it is lacking, and has no pipeline whose result could be exact
     if method.history is not None:
-        why = "draws the weight versions at random, which no pipeline of processes does"
-        return [f"method: {method.name}: {why}: use {EMULATOR}"]
+        return []
     faults = list_exactness_faults(job)
     tied = list(job.partition.list_tied(job.model))
     # a rule corrects weights by state that only the owning stage has

@@ -178,6 +178,7 @@ class Interpreter:
             for stage in stages.values()
             for kind in list_action_kinds(work)
         ]
+        # each part is in the order of its slots, so that no list of all actions is needed
         self._row = heapq.merge(*kinds)
         self.doing = "start"
         self.update = work.update
@@ -316,6 +317,8 @@ class Interpreter:
                 self._tabulate(member, k)
         update.carry_out(k, self.memory.sample)
         self.update = min(member.version for member in self.stages.values())
+        if stage.model.kinds is not None:
+            stage.model.kinds.forget(self.update * self._work.schedule.accumulate)
         # no receive of a channel may wait while the pipeline is empty
         copying = [member for member in self.stages.values() if member.model.ties.copies_of]
         if copying and self._work.schedule.get_drain_interval(k)[1] == self.update:

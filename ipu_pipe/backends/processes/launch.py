@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ipu_pipe import __version__
+from ipu_pipe.backends import world
 from ipu_pipe.backends.processes.lost_ranks import (
     ANSWER,
     WARM_UP,
@@ -25,7 +26,14 @@ from ipu_pipe.backends.processes.lost_ranks import (
     answer_within,
     wait_limit,
 )
-from ipu_pipe.backends.ranks import is_distributed, read_torch_version, report_lost_rank
+from ipu_pipe.backends.ranks import (
+    gather_by_rank,
+    gather_objects,
+    gather_over,
+    is_distributed,
+    read_torch_version,
+    report_lost_rank,
+)
 from ipu_pipe.config.compare import flatten
 from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, RunFault, raise_faults, summarize
@@ -124,12 +132,12 @@ def _meet_all_ranks(where: Launch, limit: timedelta) -> None:
 
 def _make_default_group(attempt: int, limit: timedelta) -> None:
     """Make torch's default group at the launcher's store; `attempt`: the restarts before."""
-    store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+    store, rank, count = next(dist.rendezvous("env://", timeout=limit))
     # A launcher's store outlives a group and, with some launchers, the processes. Torch gives each
     # default group the same name, so ranks that join again, or are restarted, would find the
     # addresses of the group before.
     own_part = dist.PrefixStore(f"ipu_pipe/{attempt}/{next(_joins)}", store)
-    dist.init_process_group("gloo", store=own_part, rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group("gloo", store=own_part, rank=rank, world_size=count, timeout=limit)
 
 
 def _use_device(kind: DeviceKind, index: int) -> None:
@@ -154,8 +162,8 @@ def _end_group() -> None:
 
 
 def make_group(ranks: Sequence[int], deadline: float, **how: Any) -> Any:
-    """Return a new process group of these ranks. All ranks must call this at once, in the same
-    order of groups.
+    """Return a new process group of these ranks. All ranks, or in a column those of the group, must
+    call this at once, in the same order of groups.
 
     Raise `RunFault` if another rank does not take part within `deadline` seconds and some more.
     `how`: further arguments of `torch.distributed.new_group`, such as another `timeout` for the
@@ -166,7 +174,7 @@ def make_group(ranks: Sequence[int], deadline: float, **how: Any) -> Any:
         # as in `join`, torch waits for the store without a limit
         return answer_within(
             limit.total_seconds() + ANSWER,
-            lambda: dist.new_group(list(ranks), **{"timeout": limit, **how}),
+            lambda: world.new_group(ranks, **{"timeout": limit, **how}),
         )
 
 
@@ -222,9 +230,26 @@ def _show(request: Request, key: str) -> str:
 
 
 def _compare_with_all(request: Request) -> None:
-    """Raise `BadInput`, on all ranks of an existing group, if a rank has another request."""
-    requests: list[Any] = [None] * dist.get_world_size()
-    with report_lost_rank():
-        dist.all_gather_object(requests, request)
-    for rank, other in enumerate(requests):
-        raise_faults(compare_requests(requests[0], other, 0, rank))
+    """Raise `BadInput`, on all ranks of an existing group, if a rank has another request, also in
+    another column, or another place in its column than the ranks of its data group.
+    """
+    (first_rank, first), *others = gather_by_rank(request).items()
+    for rank, other in others:
+        raise_faults(compare_requests(first, other, first_rank, rank))
+    group = world.get_data_group()
+    if group is None:
+        return
+    ranks = world.get_world_size()
+    place = {
+        "process_group: its ranks": ranks,
+        "process_group: this rank's number": world.get_rank(),
+    }
+    (first_rank, first), *others = gather_over(group, place).items()
+    faults = [
+        f"{fault}: a data_group holds one stage"
+        for rank, other in others
+        for fault in compare_requests(first, other, first_rank, rank)
+    ]
+    # another data group may be right
+    for faults_there in gather_objects(faults):
+        raise_faults(faults_there[:1])

@@ -16,9 +16,9 @@ from functools import cached_property
 from typing import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.schema import Config
 from ipu_pipe.cut.cutting import Piece, cut_model
@@ -48,11 +48,15 @@ class RankLayout:
     rank       0    1    2    3         placement 0 1 0 1 of 4 stages, 2 replicas
     stages    0 2  1 3  0 2  1 3
     replica    0    0    1    1
+
+    `column`: the replica, if the others are pipelines of their own, with ranks of their own; None:
+    the ranks are those of all replicas.
     """
 
     rank: int
     placement: tuple[int, ...]
     replicas: int = 1
+    column: int | None = None
 
     @cached_property
     def stages(self) -> int:
@@ -72,11 +76,19 @@ class RankLayout:
     @cached_property
     def replica(self) -> int:
         """The replica of this rank."""
-        return self.rank // self.devices
+        return self.rank // self.devices if self.column is None else self.column
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this rank's replica evaluates, predicts and saves: the first one, or each column,
+        whose ranks alone take part.
+        """
+        return self.column is not None or self.replica == 0
 
     def find_rank(self, stage: int) -> int:
         """Return the rank that holds `stage` in this rank's replica."""
-        return self.replica * self.devices + self.placement[stage]
+        first = self.replica * self.devices if self.column is None else 0
+        return first + self.placement[stage]
 
     def list_ranks(self, device: int) -> list[int]:
         """Return the ranks of a device, one in each replica; they have the same stages."""
@@ -98,12 +110,13 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
 
     `x`: a microbatch of input. Raise `BadInput` if there are fewer stages than ranks.
     """
-    world = dist.get_world_size()
+    ranks = world.get_world_size()
     replicas = config.replicas
-    if world % replicas:
-        raise BadInput(f"replicas: {replicas}: must divide the number of processes, {world}")
-    devices = world // replicas
-    device = dist.get_rank() % devices
+    devices = world.count_devices(replicas)
+    # with a data group the other replicas are columns, whose ranks do not count here
+    if world.get_data_group() is None and ranks % replicas:
+        raise BadInput(f"replicas: {replicas}: must divide the number of processes, {ranks}")
+    device = world.get_rank() % devices
     structure = method.structure
     if structure is None:
         return _place_stages(config, method, model, x, devices, device)
@@ -198,6 +211,7 @@ def can_cut(method: Method, model: nn.Module, requested: Partition, x: torch.Ten
     """
     if not requested.spread:
         return True
+    # boundaries between modules give the same weights only if no module is divided
     part = partition(model, x, requested.begin_names() or 1, one_stage=method.one_stage_reason)
     return [set(stage.parameters) for stage in part.stages] == [
         set(stage.parameters) for stage in requested.stages
@@ -216,7 +230,7 @@ def cut_at(
     """Cut the model at the beginnings of its stages, and check that ranks can hold the pieces."""
     cut = cut_model(model, begins, x)
     # every rank finds the same faults here, before any rank waits for another
-    _require_separable(model, method, cut, placement, verify_pieces(model, cut, x))
+    require_separable(model, method, cut, placement, verify_pieces(model, cut, x))
     part = partition(model, x, begins if begins else 1, one_stage=method.one_stage_reason)
     part = share_weights(part, find_tied_weights(cut), model)
     if method.one_stage_reason is not None:
@@ -228,7 +242,7 @@ USE_EMULATOR = f"use {EMULATOR}"
 STASH = Argument("method_args", {"stash": True})
 
 
-def _require_separable(
+def require_separable(
     model: nn.Module,
     method: Method,
     cut: Sequence[Piece],
@@ -240,9 +254,6 @@ def _require_separable(
     """
     users = find_tied_weights(cut)
     lines = []
-    if method.delay is not None:
-        key = "hogwild" if method.delay.drawn else "constant_delay"
-        lines.append(f"method_args.{key}: delays that are not the pipeline's own: {USE_EMULATOR}")
     if method.reads_old(len(cut)):
         lines += _explain_old_reads(method, cut, placement, users, effects)
     lines += _explain_written_weights(cut, users, effects)
@@ -272,6 +283,19 @@ def _explain_old_reads(
                 f" {method.name} reads versions that are not the newest: use as many processes as "
                 f"stages, or untie it"
             )
+    held_by: dict[int, set[int]] = {}
+    for holder, *others in users.values():
+        for stage in others:
+            held_by.setdefault(stage, set()).add(holder)
+    for stage, holders in held_by.items():
+        # `TiedWeights` loads all copies of a stage at one version
+        if len(holders) > 1:
+            names = " and ".join(map(str, sorted(holders)))
+            lines.append(
+                f"model: stage {stage} uses weights that stages {names} hold, and with "
+                f"{method.name} their versions differ: cut elsewhere, or untie them"
+            )
+    # what follows is a fault only if a backward reads other weights than its forward
     if method.backward_reads is not Reads.NEWEST:
         return lines
     if effects.checkpointed:
@@ -328,6 +352,7 @@ def _explain_changed_buffers(
     for name, buffer in model.named_buffers():
         stages = [s for s, piece in enumerate(cut) if any(buffer is b for b in piece.buffers())]
         if len(stages) > 1 and (
+            # the observed effects leave out the statistics of BatchNorm
             name in effects.forward.buffers or name.rpartition(".")[0] in norms
         ):
             changed.setdefault(" and ".join(map(str, stages)), []).append(name)
@@ -348,6 +373,7 @@ def _explain_shared_memory(cut: Sequence[Piece]) -> list[str]:
         for name in piece.list_weights():
             p = parameters[name]
             first, first_name, first_parameter = first_at.setdefault(p.data_ptr(), (stage, name, p))
+            # tensors on the meta device all have the address 0
             if first_parameter is not p and first != stage and not p.is_meta:
                 lines.append(
                     f"model: {first_name} on stage {first} and {name} on stage {stage} are two "

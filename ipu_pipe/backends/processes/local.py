@@ -72,6 +72,7 @@ class LocalBlock:
         The update may come in a later slot, and the neighbors' updates need them before.
         """
         for neighbor, weights in self.shared:
+            # the neighbor waits for a message of known shape in any case
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in weights]
             mail.send(Message(SHARED, k, stage, neighbor), gradients)
 

@@ -17,9 +17,11 @@ import contextlib
 import itertools
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -27,6 +29,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence, TypeVar
 
 import torch.distributed as dist
 
+from ipu_pipe.backends import world
 from ipu_pipe.errors import RunFault
 from ipu_pipe.interrupts import INTERRUPTED
 from ipu_pipe.launcher import Launch, read_launch
@@ -43,6 +46,10 @@ POLL = 20e-6
 ANSWER = 3.0
 # all waiting ranks notice a closed connection within this time
 NOTICE = 1.0
+# PyTorch's names, new and old: of what returns its flight recorder's records, and of the variable
+# with the beginning of a dump's path
+DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
+DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # prefix of the store's keys: rank -> the ranks that it waited for, as JSON
 WAITS = "ipu_pipe/waits"
 # the rank that keeps the store if the launcher does not
@@ -52,12 +59,25 @@ Result = TypeVar("Result")
 
 
 class LostRank(Exception):
-    """The error of a wait: one of `ranks` has ended, or made no progress within `seconds`."""
+    """The error of a wait: one of `ranks` has ended, or made no progress within `seconds`.
 
-    def __init__(self, ranks: Sequence[int], seconds: float) -> None:
+    `dump`: the file with what PyTorch recorded; `wait`: for which message, in words.
+    """
+
+    def __init__(self, ranks: Sequence[int], seconds: float, dump: str | None = None) -> None:
         self.ranks = list(ranks)
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {list_some(list(ranks), 8)}"
-        super().__init__(f"{who} is lost, or made no progress within {seconds:g} s")
+        self._seconds = seconds
+        self._dump = dump
+        self.wait = ""
+        super().__init__()
+
+    def __str__(self) -> str:
+        ranks = self.ranks
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {list_some(ranks, 8)}"
+        text = f"{who} is lost, or made no progress within {self._seconds:g} s"
+        text += f", while {self.wait}" if self.wait else ""
+        recorded = f"; PyTorch's flight recorder is dumped: {self._dump}"
+        return text + (recorded if self._dump else "")
 
 
 # ---- the limit of a wait
@@ -112,12 +132,15 @@ def wait_for_channel(work: Any, limit: timedelta) -> None:
 
 @contextlib.contextmanager
 def detect_lost_rank(
-    ranks: Sequence[int] | None = None, limit: timedelta | None = None
+    ranks: Sequence[int] | None = None,
+    limit: timedelta | None = None,
+    runs_other_code: bool = False,
 ) -> Iterator[None]:
     """Raise `LostRank` for any error inside the context, which may call torch.distributed only.
 
-    `ranks`: the ranks that this one waits for (default: all others); `limit`: the limit of the wait
-    (default: the process group's).
+    `ranks`: the global ranks that this one waits for (default: all others of its pipeline);
+    `limit`: the limit of the wait (default: the process group's). `runs_other_code`: the context
+    runs a caller's code, too, so that only errors of torch.distributed count.
     """
     start = time.monotonic()
     try:
@@ -125,15 +148,51 @@ def detect_lost_rank(
     except RunFault:
         raise
     except (RuntimeError, TimeoutError) as error:
-        store: Any = dist.distributed_c10d._get_default_store()
+        if runs_other_code and not is_connection_error(error):
+            raise
+        store: Any = world.get_store()
         seconds = (store.timeout if limit is None else limit).total_seconds()
-        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        others = [rank for rank in world.list_names() if rank != dist.get_rank()]
         # the others' waits began a little sooner or later than this one, and may have a longer
         # limit
-        grace = WARM_UP + seconds / 10 if time.monotonic() - start >= seconds else NOTICE
+        is_late = time.monotonic() - start >= seconds
+        grace = WARM_UP + seconds / 10 if is_late else NOTICE
+        dump = _dump_flight_recorder() if is_late else None
         raise LostRank(
-            _find_culprits(store, others if ranks is None else ranks, grace), seconds
+            _find_culprits(store, others if ranks is None else ranks, grace), seconds, dump
         ) from error
+
+
+def _dump_flight_recorder() -> str | None:
+    """Write what PyTorch's flight recorder holds of this rank, and return the file's path; None
+    where the recorder is off, holds nothing, or cannot be written. It holds the messages and
+    collectives of nccl, and of gloo the collectives.
+    """
+    import torch._C._distributed_c10d as c10d
+
+    read = next((getattr(c10d, name) for name in DUMPS if hasattr(c10d, name)), None)
+    prefix = next((os.environ[name] for name in DUMP_FILES if name in os.environ), None)
+    if prefix is None:
+        job = f"ipu_pipe-flight-recorder-{os.environ.get('MASTER_PORT', os.getpid())}"
+        prefix = os.path.join(tempfile.gettempdir(), job, "rank_")
+    path = f"{prefix}{dist.get_rank()}"
+    try:
+        records = b"" if read is None else read()
+        if not records or not pickle.loads(records)["entries"]:
+            return None
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(records)
+    # what a version of torch may lack is no reason to hide why this rank waited
+    except Exception:
+        return None
+    return path
+
+
+def is_connection_error(error: Exception) -> bool:
+    """Return whether an error is of torch.distributed, and not of the code that has called it."""
+    # gloo raises plain RuntimeErrors that begin with its source file
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _find_culprits(store: Any, ranks: Sequence[int], grace: float) -> list[int]:
@@ -281,7 +340,7 @@ class CallRecord:
         try:
             if not is_store_there(read_launch()):
                 return False
-            store: Any = dist.distributed_c10d._get_default_store()
+            store: Any = world.get_store()
             answer_within(
                 ANSWER, lambda: store.set(f"{self._key}/{dist.get_rank()}", json.dumps(place))
             )
@@ -296,7 +355,7 @@ class CallRecord:
         try:
             if not is_store_there(read_launch()):
                 return None
-            store: Any = dist.distributed_c10d._get_default_store()
+            store: Any = world.get_store()
             place = json.loads(
                 answer_within(ANSWER, lambda: store.get(key) if store.check([key]) else b"null")
             )

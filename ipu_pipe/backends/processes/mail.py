@@ -18,10 +18,16 @@ from datetime import timedelta
 from typing import Any, Iterable, Mapping, NamedTuple, Sequence, Tuple
 
 import torch
-import torch.distributed as dist
 
+from ipu_pipe.backends import world
+from ipu_pipe.backends.processes.input_kinds import InputKinds
 from ipu_pipe.backends.processes.layout import RankLayout
-from ipu_pipe.backends.processes.lost_ranks import detect_lost_rank, wait_for_channel, wait_limit
+from ipu_pipe.backends.processes.lost_ranks import (
+    LostRank,
+    detect_lost_rank,
+    wait_for_channel,
+    wait_limit,
+)
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.cut.crossing import TensorSpec
 from ipu_pipe.schedule.actions import Kind
@@ -59,6 +65,8 @@ CARRIES = {
 ON_HOST = (NORM, RESULT, TEST, OBSERVED)
 # the sender stores these tensors anyway, for its own backward
 KEPT_BY_SENDER = (FORWARD, RECOMPUTE)
+# messages whose shapes depend on the microbatch's inputs
+BY_INPUTS = (FORWARD, RECOMPUTE, BACKWARD)
 # kinds of messages whose number is an update's, and those whose number is a microbatch's
 BY_UPDATE = (SHARED, NORM, WEIGHTS)
 BY_MICROBATCH = (FORWARD, RECOMPUTE, BACKWARD, TIED)
@@ -96,13 +104,13 @@ class Message(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A tensor in flight; `bytes`: memory that only this send keeps; `lent_bytes`: memory that its
+    """A message in flight. `bytes`: memory that only this send keeps; `lent_bytes`: memory that its
     microbatch keeps too.
     """
 
-    work: Any
-    value: torch.Tensor
     message: Message
+    works: list[Any]
+    values: list[torch.Tensor]
     bytes: int
     lent_bytes: int
 
@@ -113,7 +121,7 @@ class Mail:
     `group`: the process group of all messages and collectives (all ranks if None); nothing else may use it
     meanwhile. `channels`: nccl groups that replace it. `deadline`: the seconds after which a wait
     fails; longer until `end_warm_up` (`wait_limit`). `in_flight`: the most microbatches that a
-    stage has in flight, which bounds the sends in flight on a link.
+    stage has in flight, which bounds the sends in flight on a link. `kinds`: of inputs; None: one.
     """
 
     def __init__(
@@ -125,6 +133,7 @@ class Mail:
         group: Any = None,
         channels: Mapping[Link, Any] | None = None,
         in_flight: int = 24,
+        kinds: InputKinds | None = None,
     ) -> None:
         self._rank = layout.rank
         self._device = device
@@ -138,6 +147,7 @@ class Mail:
         self.group = group
         self._channels = channels
         self._in_flight = in_flight
+        self._kinds = None if kinds is None or kinds.is_fixed else kinds
         self._through_host = device.type != "cpu" and channels is None
         self._expected: dict[Link, deque[tuple[Message, Shapes]]] = {}
         # message -> (work, buffer) of each tensor, and their bytes
@@ -152,15 +162,27 @@ class Mail:
         self._sent_bytes = 0
         # (stage, microbatch) -> bytes of pending sends that the microbatch keeps too
         self._lent: dict[tuple[int, int], int] = {}
+        # the limits that the groups of the caller's collectives came with
+        self._callers_limits: dict[Any, timedelta] = {}
         # the longest time that a wait may take now
         self.limit = wait_limit(deadline)
         # nothing may be posted before each channel was used once
         if channels is not None:
             self._post_before = 0, 0
 
+    def limit_groups(self, groups: Iterable[Any]) -> None:
+        """Give groups of the caller's collectives the limit of each wait, until `release`."""
+        self._callers_limits = {group: world.get_timeout(group) for group in groups}
+        world.set_timeouts(dict.fromkeys(self._callers_limits, self.limit))
+
     def end_warm_up(self) -> None:
         """Limit waits to the deadline from now on, after the first step."""
         self.limit = wait_limit(self._deadline, is_warm=True)
+        world.set_timeouts(dict.fromkeys(self._callers_limits, self.limit))
+
+    def release(self) -> None:
+        """Give the caller's groups their own limits again."""
+        world.set_timeouts(self._callers_limits)
 
     # ---- receiving
 
@@ -205,16 +227,8 @@ class Mail:
             and queue[0][0].number < post_before
         ):
             message, shapes = queue.popleft()
-            source = self._ranks[message.source]
-            device = "cpu" if self._through_host or kind in ON_HOST else self._device
-            received = []
-            size = 0
-            for number, shape in enumerate(shapes):
-                buffer = torch.empty(shape.message_shape, dtype=shape.dtype, device=device)
-                size += buffer.numel() * buffer.element_size()
-                group, tag = self._route(message, number)
-                with detect_lost_rank([source], self.limit):
-                    received.append((dist.irecv(buffer, source, group, tag), buffer))
+            received = self._begin_receive(message, shapes)
+            size = sum(buffer.numel() * buffer.element_size() for _, buffer in received)
             self._posted[message] = received, size
             self._posted_bytes += size if kind in CARRIES else 0
             self._posted_count[link] = self._posted_count.get(link, 0) + 1
@@ -230,16 +244,66 @@ class Mail:
         start = recorder.mark()
         received, size = self._posted.pop(message)
         for work, _ in received:
-            self._wait(work, [source], kind in self._by_channel)
+            self._wait_for_message(work, message, is_send=False)
         if carries is not None:
             start = recorder.add("wait", message.number, start, peer=source, carries=carries)
         self._posted_count[message.link] -= 1
         self._posted_bytes -= size if carries is not None else 0
         self._post(message.link)
-        tensors = [buffer if kind in ON_HOST else buffer.to(self._device) for _, buffer in received]
+        buffers = [buffer for _, buffer in received]
+        if self._kinds is not None and kind in BY_INPUTS:
+            buffers = self._receive_by_kind(self._kinds, message, buffers)
+        tensors = [buffer if kind in ON_HOST else buffer.to(self._device) for buffer in buffers]
         if carries is not None:
             recorder.add("recv", message.number, start, size=size, peer=source, carries=carries)
         return tensors
+
+    def _receive_by_kind(
+        self, kinds: InputKinds, message: Message, usual: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the tensors of a message whose usual tensors have arrived, or what is sent in
+        their place if the inputs are of another kind.
+        """
+        m = message.number
+        first = len(usual)
+        # a cut that nothing crosses has no forward message
+        notice = kinds.read_notice(m, usual) if usual and message.kind == FORWARD else None
+        if notice is not None and notice.size:
+            spec = TensorSpec((notice.size,), torch.uint8, False)
+            (inputs,) = self._receive_now(message, [spec], first)
+            kinds.learn(notice.number, inputs, self._device)
+            first += 1
+        number = kinds.of_microbatch.get(m, 0)
+        if not number:
+            return usual
+        return self._receive_now(
+            message, kinds.find_shapes(message.kind, message.target, number), first
+        )
+
+    def _receive_now(
+        self, message: Message, shapes: Sequence[TensorSpec], first: int
+    ) -> list[torch.Tensor]:
+        """Wait for tensors of a message, from number `first` on, that no receive was posted for."""
+        received = self._begin_receive(message, shapes, first)
+        for work, _ in received:
+            self._wait_for_message(work, message, is_send=False)
+        return [buffer for _, buffer in received]
+
+    def _begin_receive(
+        self, message: Message, shapes: Sequence[TensorSpec], first: int = 0
+    ) -> list[tuple[Any, torch.Tensor]]:
+        """Post receives of a message's tensors, from number `first` on; return works and buffers."""
+        source = self._ranks[message.source]
+        on_host = self._through_host or message.kind in ON_HOST
+        received: list[tuple[Any, torch.Tensor]] = []
+        for number, shape in enumerate(shapes, first):
+            buffer = torch.empty(
+                shape.message_shape, dtype=shape.dtype, device="cpu" if on_host else self._device
+            )
+            group, tag = self._route(message, number)
+            with detect_lost_rank([world.name_rank(source)], self.limit):
+                received.append((world.irecv(buffer, source, group, tag), buffer))
+        return received
 
     # ---- sending
 
@@ -256,31 +320,35 @@ class Mail:
         start = recorder.mark()
         size = 0
         sent = self._sent.setdefault(message.link, deque())
+        if self._kinds is not None and self._kinds.of_microbatch and kind in BY_INPUTS:
+            tensors = [*self._kinds.list_placeholders(kind, m, message.target), *tensors]
+        works = []
+        values = []
+        own_bytes = lent_bytes = 0
         for number, tensor in enumerate(tensors):
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or kind in ON_HOST else value
             group, tag = self._route(message, number)
-            with detect_lost_rank([target], self.limit):
-                work = dist.isend(value, target, group, tag)
+            with detect_lost_rank([world.name_rank(target)], self.limit):
+                works.append(world.isend(value, target, group, tag))
+            values.append(value)
             bytes_ = value.numel() * value.element_size()
             is_copy = value.data_ptr() != tensor.data_ptr()
-            lent = bytes_ if kind in KEPT_BY_SENDER and not is_copy else 0
+            lent_bytes += bytes_ if kind in KEPT_BY_SENDER and not is_copy else 0
             # a weight that was not copied belongs to the stage anyway
-            kept_bytes = bytes_ if carries is not None and (is_copy or kind != WEIGHTS) else 0
-            sent.append(_Sent(work, value, message, kept_bytes, lent))
+            own_bytes += bytes_ if carries is not None and (is_copy or kind != WEIGHTS) else 0
             size += bytes_
-            self._sent_bytes += kept_bytes
-            if lent:
-                self._lent[message.source, m] = self._lent.get((message.source, m), 0) + lent
+        sent.append(_Sent(message, works, values, own_bytes, lent_bytes))
+        self._sent_bytes += own_bytes
+        if lent_bytes:
+            self._lent[message.source, m] = self._lent.get((message.source, m), 0) + lent_bytes
         if carries is not None:
             if kind not in ON_HOST:
                 recorder.count_message(message.source, message.target, kind == SHARED, size)
             start = recorder.add("send", m, start, size=size, peer=target, carries=carries)
         # the oldest send was for an action that later actions of this stage have waited for, so it
         # is complete, or soon will be
-        max_in_flight = (self._in_flight if kind in BY_MICROBATCH else MAX_SMALL_SENDS) * len(
-            tensors
-        )
+        max_in_flight = self._in_flight if kind in BY_MICROBATCH else MAX_SMALL_SENDS
         while len(sent) > max_in_flight:
             oldest = self._finish_oldest(message.link)
             if oldest.kind in CARRIES:
@@ -289,14 +357,15 @@ class Mail:
                 )
 
     def _finish_oldest(self, link: Link) -> Message:
-        work, _, message, size, lent = self._sent[link].popleft()
+        message, works, _, size, lent = self._sent[link].popleft()
         self._sent_bytes -= size
         if lent:
             key = message.source, message.number
             left = self._lent.pop(key) - lent
             if left:
                 self._lent[key] = left
-        self._wait(work, [self._ranks[message.target]], message.kind in self._by_channel)
+        for work in works:
+            self._wait_for_message(work, message, is_send=True)
         return message
 
     def flush(self) -> None:
@@ -314,11 +383,11 @@ class Mail:
 
     def leave(self) -> None:
         """Close the connections to all other ranks, whose waits for this one then fail at once."""
-        for rank in range(dist.get_world_size()):
+        for rank in range(world.get_world_size()):
             # gloo closes a connection whose wait has timed out, and has no other call for it
             with contextlib.suppress(RuntimeError):
                 if rank != self._rank:
-                    work: Any = dist.irecv(torch.empty(1), rank, self.group, LEAVING_TAG)
+                    work: Any = world.irecv(torch.empty(1), rank, self.group, LEAVING_TAG)
                     work.wait(timedelta(milliseconds=1))
 
     # ---- waiting
@@ -328,9 +397,9 @@ class Mail:
         the ranks.
         """
         group = self.group if group is None else group
-        tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        tensors = [torch.empty_like(tensor) for _ in range(world.get_world_size(group))]
         with detect_lost_rank(self._list_others(group), self.limit):
-            work = dist.all_gather(tensors, tensor, group=group, async_op=True)
+            work = world.all_gather(tensors, tensor, group)
         self.wait_for_all(work, group)
         return tensors
 
@@ -339,7 +408,7 @@ class Mail:
         `wait_for_all` waits for.
         """
         with detect_lost_rank(self._list_others(group), self.limit):
-            return dist.all_reduce(tensor, group=group, async_op=True)
+            return world.begin_sum(tensor, group)
 
     def wait_for_all(self, work: Any, group: Any) -> None:
         """Wait for a collective of a group."""
@@ -349,21 +418,36 @@ class Mail:
         self._wait(work, self._list_others(group), is_channel)
 
     def _list_others(self, group: Any) -> list[int] | None:
-        """List the other ranks of a group; return None for the group of all ranks."""
-        return (
-            None
-            if group is None
-            else [rank for rank in dist.get_process_group_ranks(group) if rank != self._rank]
-        )
+        """List the other global ranks of a group; return None for the group of all ranks."""
+        here = world.name_rank(self._rank)
+        ranks = None if group is None else world.list_global_ranks(group)
+        return None if ranks is None else [rank for rank in ranks if rank != here]
 
     def _route(self, message: Message, number: int) -> tuple[Any, int]:
         """Return the group and the tag of a message's tensor `number`, the same on both sides."""
         if message.kind not in self._by_channel:
+            # gloo tells the messages between two ranks apart by their tags alone
             tag = message.number * len(KINDS) + KINDS.index(message.kind)
             tag = (tag * len(self._ranks) + message.source) * len(self._ranks) + message.target
             return self.group, (8 * tag + number % 8) % LEAVING_TAG
         assert self._channels is not None
         return self._channels[message.link], 0
+
+    def _wait_for_message(self, work: Any, message: Message, is_send: bool) -> None:
+        """Wait for a message of this rank. Raise `LostRank`, which says which one."""
+        kind, number, source, target = message
+        peer = world.name_rank(self._ranks[target if is_send else source])
+        try:
+            self._wait(work, [peer], kind in self._by_channel)
+        except LostRank as error:
+            counted = "microbatch" if kind in (*BY_MICROBATCH, TEST) else "update"
+            what = f"{CARRIES.get(kind, 'values')} of {counted} {number}"
+            error.wait = (
+                f"stage {source} sends {what} to stage {target}"
+                if is_send
+                else f"stage {target} waits for {what} from stage {source}"
+            )
+            raise
 
     def _wait(self, work: Any, ranks: Sequence[int] | None, is_channel: bool) -> None:
         with detect_lost_rank(ranks, self.limit):

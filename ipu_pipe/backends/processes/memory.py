@@ -47,6 +47,7 @@ class ActivationBytes:
         yields.
         """
         outputs: list[torch.Tensor | None] = []
+        # a forward that will be recomputed saves nothing
         key = (torch.is_grad_enabled(), *(None if t is None else t.shape for t in inputs))
         if key in self._bytes_by_shapes:
             yield outputs
@@ -81,6 +82,7 @@ class ActivationBytes:
         self.held_bytes += self.bytes_by_microbatch[m]
 
     def _sum_without_weights(self, bytes_by_storage: Mapping[int, int]) -> int:
+        # looked up each time, because loading a version gives a parameter other memory
         weights = {get_storage(t) for t in self._weights}
         return sum(size for storage, size in bytes_by_storage.items() if storage not in weights)
 
@@ -122,7 +124,10 @@ class MemoryCounters:
         )
         self._end_of_fill = work.update + work.schedule.stages + 2
         self._weight_bytes = count_bytes(tensors)
-        self.master_bytes = count_bytes([master for _, master in rules.weight_master_pairs])
+        is_sharded = rules.masters is not None and rules.masters.are_in_weights
+        # the masters of shards lie in the weights' memory, which is counted above
+        masters = [] if is_sharded else [master for _, master in rules.weight_master_pairs]
+        self.master_bytes = count_bytes(masters)
         self._device = tensors[0].device if tensors else torch.device("cpu")
         kind = get_kind(self._device)
         # None if the device has no memory of its own
@@ -178,6 +183,7 @@ class MemoryCounters:
         mark = recorder.mark()
         for i, value in enumerate(bytes_by_category):
             self._peaks[i] = max(self._peaks[i], value)
+            # a counter holds until the next one
             if value != self._recorded[i]:
                 recorder.count(_NAMES[i], value, mark)
         self._total_peak = max(self._total_peak, sum(bytes_by_category))

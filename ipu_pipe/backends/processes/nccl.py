@@ -22,9 +22,9 @@ import functools
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.processes.launch import make_group
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import answer_within, detect_lost_rank, wait_for_channel
@@ -80,15 +80,23 @@ def make_channels(run: Run, layout: RankLayout, tied: Sequence[Link]) -> dict[Li
         "timeout": datetime.timedelta(days=1),
         "backend": kind.get_group_backend(),
     }
-    for replica in range(layout.replicas):
+    if layout.column is not None:
+        channels[REPLICAS] = world.get_data_group()
+    # a column makes its own alone
+    copies = layout.replicas if layout.column is None else 1
+    for replica in range(copies):
         for link in list_links(layout.stages, run.method, tied):
             pair = sorted(layout.list_ranks(layout.placement[stage])[replica] for stage in link[:2])
-            if pair[0] == pair[1]:
+            # only its two ranks make a column's pair
+            is_other = layout.column is not None and layout.rank not in pair
+            if pair[0] == pair[1] or is_other:
                 continue
+            # making a group is collective: every rank takes part in those of other replicas, and
+            # drops them
             group = make_group(pair, run.options.deadline, **options)
-            if replica == layout.replica:
+            if layout.column is not None or replica == layout.replica:
                 channels[link] = group
-    for device in range(layout.devices) if layout.replicas > 1 else ():
+    for device in range(layout.devices) if copies > 1 else ():
         ranks = layout.list_ranks(device)
         group = make_group(ranks, run.options.deadline, **options)
         if layout.rank in ranks:
@@ -100,8 +108,9 @@ def _has_each_a_device(kind: DeviceKind) -> bool:
     """Tell whether every rank has a device of its own, and a backend that connects them."""
     has_backend = kind.get_group_backend() is not None
     here = has_backend and read_launch().local_world <= kind.count_devices()
-    everywhere = [here] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here)
+    # all ranks must decide alike, else one would wait in a group that another never makes
+    everywhere = [here] * world.get_world_size()
+    world.all_gather_object(everywhere, here)
     return all(everywhere)
 
 
@@ -119,18 +128,18 @@ def use_channels_once(
         source, target = map(layout.find_rank, link[:2])
         if source != target and layout.rank in (source, target):
             exchange, other = (
-                (dist.isend, target) if layout.rank == source else (dist.irecv, source)
+                (world.isend, target) if layout.rank == source else (world.irecv, source)
             )
             _complete(
                 functools.partial(exchange, torch.zeros(1, device=device), other, channels[link]),
-                [other],
+                [world.name_rank(other)],
                 limit,
             )
     if REPLICAS in channels:
         value = torch.zeros(1, device=device)
         group = channels[REPLICAS]
         _complete(
-            functools.partial(dist.all_reduce, value, group=group, async_op=True), None, limit
+            functools.partial(world.begin_sum, value, group), world.list_global_ranks(group), limit
         )
 
 
@@ -173,12 +182,14 @@ def load_kernels(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -
         bound = work.clip[0] if work.clip else float("inf")
         with keep_version_counters(parameters):
             rules.step(
+                # rules act from the switch on, and their kernels must be loaded, too
                 max(stage.version, rules.switch),
                 lambda k: clipping.clip_to_norm(
                     bound, parameters, clipping.compute_gradient_norms(parameters)
                 ),
                 [model.stage],
             )
+        # all kernels must have run before the first receive occupies the GPU
         get_kind(model.device).synchronize()
 
 

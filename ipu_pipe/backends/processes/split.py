@@ -77,8 +77,10 @@ class WeightGradients:
                 edges.append(GradientEdge(*edge))
                 gradients.append(value)
         if edges:
+            # from the edges on, because a transposition or a cast may lie before the weight
             torch.autograd.backward(edges, gradients)  # type: ignore[arg-type]
         for node, gradient in self.finished.items():
+            # the node that adds to the weight's gradient in a whole backward, too
             node(gradient)
 
 
@@ -203,6 +205,7 @@ def _follow(node: Any) -> Any:
 
 
 def _get_leaf(weight: torch.Tensor) -> Any:
+    # the graph of a view leads to the node that accumulates the weight's gradient
     return weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
@@ -220,6 +223,7 @@ def _prepare_convolution(
         node._saved_output_padding,
         node._saved_groups,
     )
+    # without the gradient of the input, which I has computed
     mask = [False, *(child is not None for child, _ in node.next_functions[1:])]
     stored.append(x)
     backward = torch.ops.aten.convolution_backward.default
@@ -240,6 +244,7 @@ def _prepare_product(node: Any, stored: list[torch.Tensor]) -> Callable[[torch.T
     bias = node.next_functions[0][0] if is_sum else None
 
     def compute(gradient: torch.Tensor) -> Gradients:
+        # autograd chooses by the factor's layout, and the other product would round differently
         factor = gradient.t().mm(x).t() if is_transposed else x.t().mm(gradient)
         if not is_sum:
             return None, factor

@@ -17,11 +17,23 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Callable, ContextManager, Iterator, List, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import numpy as np
 import torch
 
+from ipu_pipe.backends.processes.gathering import Gathering
+from ipu_pipe.backends.processes.input_kinds import InputKinds
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.local import LocalBlock
 from ipu_pipe.backends.processes.mail import (
@@ -51,7 +63,7 @@ from ipu_pipe.model.precision import get_user_loss
 from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.model.restoring import restore_all, restore_buffers, restore_function
 from ipu_pipe.replay.replays import Replay, ReplayPlan
-from ipu_pipe.replay.weights import WeightStore, make_weight_store
+from ipu_pipe.replay.weights import Views, WeightStore, make_weight_store
 from ipu_pipe.replay.work import LossShare, MicrobatchResult, Work
 from ipu_pipe.schedule.actions import Kind, get_pass_needs
 from ipu_pipe.schedule.methods import Reads
@@ -59,6 +71,19 @@ from ipu_pipe.schedule.versions import find_segment_ends, find_segment_heads
 
 # the tensors for the next stage, and the microbatch's result if the stage has a loss
 Outputs = Tuple[List[torch.Tensor], Optional[MicrobatchResult]]
+
+
+class Ends(NamedTuple):
+    """The tensors at the ends of a stage for one kind of inputs.
+
+    `entering`: those that a forward receives, None if its input is the data; `leaving`: those that
+    the next stage receives; `before`, `after`: those whose gradients it sends and receives.
+    """
+
+    entering: Crossing | None
+    leaving: Crossing | None
+    before: Crossing | None
+    after: Crossing | None
 
 
 @dataclass
@@ -72,7 +97,8 @@ class StageModel:
     module draws. `local`: the block of a stage with a loss of its own. `ties`: the weights that
     other stages use too. `weigh_update(k)`: returns the weights of the microbatches of update k, by
     microbatch; None if all count the same. `example`: a microbatch to load kernels with (`nccl`),
-    because a loop gives each of its own once; None: the next one.
+    because a loop gives each of its own once; None: the next one. `kinds`: of the microbatches'
+    inputs; None: all are like the first.
     """
 
     layout: RankLayout
@@ -87,6 +113,7 @@ class StageModel:
     checksums: dict[int, int] = field(default_factory=dict)
     weigh_update: Callable[[int], dict[int, LossShare]] | None = None
     example: tuple[Any, Any] | None = None
+    kinds: InputKinds | None = None
 
     def __post_init__(self) -> None:
         s = self.stage
@@ -100,13 +127,28 @@ class StageModel:
         self.modules = [
             module for module in (self.piece, self.previous, self.head) if module is not None
         ]
-        entries = (
-            local.list_entries(self.crossings) if local is not None else [None, *self.crossings]
-        )
-        # the tensors that a forward receives (None if its input is the data), and those that the
-        # next stage receives
-        self.entering = entries[s]
-        self.leaving = None if self.is_last else entries[s + 1]
+        ends = self._make_ends(self.crossings)
+        self._ends = {0: ends}
+        # of the first microbatch
+        self.entering = ends.entering
+
+    def list_entries(self, crossings: Sequence[Crossing]) -> list[Crossing | None]:
+        """Return the tensors that each stage receives, None if its input is the data."""
+        return [None, *crossings] if self.local is None else self.local.list_entries(crossings)
+
+    def _make_ends(self, crossings: Sequence[Crossing]) -> Ends:
+        s = self.stage
+        entries = self.list_entries(crossings)
+        leaving, after = (None, None) if self.is_last else (entries[s + 1], crossings[s])
+        return Ends(entries[s], leaving, crossings[s - 1] if s else None, after)
+
+    def get_ends(self, m: int) -> Ends:
+        """Return the tensors at the stage's ends for microbatch m."""
+        number = 0 if self.kinds is None else self.kinds.of_microbatch.get(m, 0)
+        if number not in self._ends:
+            assert self.kinds is not None
+            self._ends[number] = self._make_ends(self.kinds.crossings[number])
+        return self._ends[number]
 
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
@@ -140,6 +182,7 @@ class StageModel:
         backward if `piece` is None (activation checkpoints run forwards again there)."""
         if self.random is None:
             return nullcontext()
+        # one sequence over all replicas, so that no two of them draw alike
         number = m * self.layout.replicas + self.layout.replica
         return (
             self.random.backward(number)
@@ -149,6 +192,7 @@ class StageModel:
 
 
 def _draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # 0 is a valid index, whatever the integers index
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(*shape, dtype=dtype, device=device)
     return torch.randn(*shape, dtype=dtype, device=device)
@@ -165,6 +209,7 @@ class _InFlight:
     labels: Any
     outputs: list[torch.Tensor]
     loss: torch.Tensor | None
+    tied_version: int
 
 
 class Stage:
@@ -184,12 +229,14 @@ class Stage:
         self._here = slice(model.stage, model.stage + 1)
         self._plan = ReplayPlan(work.make_replays([layout.replica]), work.rules, work.microbatch)
         self.weights = make_weight_store(work, [model.stage], [work.update])
+        # the base class is the store that keeps nothing
         self._keeps_versions = type(self.weights) is not WeightStore or bool(ties.copies_of)
         self._is_tied = bool(
             ties.gradients_to or ties.gradients_from or ties.copies_of or ties.copied_to
         )
         self._separates_gradients = self._is_tied or work.rules.compensates
         self.tied = TiedWeights(ties, model.stage, mail, work.update)
+        self.gathering = Gathering(model.piece, work.schedule.accumulate)
         self.activations = ActivationBytes(model.tensors)
         self._trained = [t for t in model.tensors if t.is_leaf and t.requires_grad]
         self.results: dict[int, MicrobatchResult] = {}
@@ -257,25 +304,47 @@ class Stage:
         inputs: list[Any] = [x]
         if model.entering is not None:
             inputs = self._mail.receive(Message(FORWARD, m, s - 1, s))
+        elif model.kinds is not None:
+            model.kinds.note(m, x)
+        ends = model.get_ends(m)
         replay = self._plan.replay(m, self._here)
         version = int(replay.forward.versions[0])
+        tied_version = self._find_tied_version(m, version)
         if self._is_tied:
-            self.tied.load(version)
+            self.tied.load(tied_version)
         start = recorder.mark()
-        if model.entering is not None and model.local is None:
-            inputs = model.entering.require_gradients(inputs)
-        self.weights.load(replay.forward)
-        with torch.set_grad_enabled(replay.recompute is None):
-            outputs, result = self._run_and_count_bytes(m, inputs, labels)
+        if ends.entering is not None and model.local is None:
+            inputs = ends.entering.require_gradients(inputs)
+        self._load(replay.forward)
+        is_repeated = replay.recompute is not None
+        with torch.set_grad_enabled(not is_repeated):
+            # copies for the first time, because the model and the loss may write to what they get
+            values = clone_tensors((inputs, labels)) if is_repeated else (inputs, labels)
+            outputs, result = self._run_and_count_bytes(m, *values)
         self._in_flight[m] = _InFlight(
-            replay, inputs, labels, outputs, result.loss if result else None
+            replay, inputs, labels, outputs, result.loss if result else None, tied_version
         )
         self.newest_forward = max(m, self.newest_forward)
         if result is not None:
+            # the loss itself would keep the microbatch's graph alive until the update
             self.results[m] = result._replace(loss=result.loss.detach())
         recorder.add(Kind.FORWARD.word, m, start, version=version)
-        if model.leaving is not None:
+        if ends.leaving is not None:
             self._mail.send(Message(FORWARD, m, s, s + 1), outputs)
+
+    def _find_tied_version(self, m: int, version: int) -> int:
+        """Return the version of the copies of tied weights that the passes of microbatch m read:
+        `version`, as all weights of the stage, or that of the holder's forward.
+        """
+        holder = next(iter(self.model.ties.copies_of), None)
+        if holder is None or not self._work.method.holder_decides:
+            return version
+        return int(self._plan.replay(m, slice(holder, holder + 1)).forward.versions[0])
+
+    def _load(self, views: Views) -> None:
+        """Put the weights that a pass reads into the parameters."""
+        self.weights.load(views)
+        self.gathering.begin_pass(int(views.versions[0]), int(views.codes[0]))
 
     def _run_and_count_bytes(self, m: int, inputs: list[Any], labels: Any) -> Outputs:
         with self.activations.watch_forward(m, list_tensors([*inputs, labels])) as counted_outputs:
@@ -288,7 +357,10 @@ class Stage:
         a loss.
         """
         model = self.model
-        value = inputs[0] if model.entering is None else model.entering.from_messages(inputs)
+        ends = model.get_ends(m)
+        if model.kinds is not None:
+            model.kinds.use(m)
+        value = inputs[0] if ends.entering is None else ends.entering.from_messages(inputs)
         if model.previous is not None:
             # only the previous stage itself changes the running statistics of its piece
             with restore_buffers(model.previous), model.key_draws(m, model.previous):
@@ -298,13 +370,14 @@ class Stage:
             output = model.piece(value)
             scored_output = output if model.head is None else model.head(get_activation(output))
         outputs: list[torch.Tensor] = []
-        if model.leaving is not None:
-            outputs = model.leaving.to_messages(
+        if ends.leaving is not None:
+            outputs = ends.leaving.to_messages(
                 piece_input if model.local is not None and model.local.overlaps else output
             )
         if not model.has_loss:
             return outputs, None
         weight = self._weights.get(m)
+        # a mean over no labels is NaN, which a weight of 0 would not remove
         if weight is not None and not weight.share:
             loss = compute_zero_losses(self._work.loss, scored_output)[0]
         else:
@@ -322,10 +395,12 @@ class Stage:
             received = self._mail.receive(Message(RECOMPUTE, m, s - 1, s))
         start = self._recorder.mark()
         if received is not None:
-            assert self.model.entering is not None
-            in_flight.inputs = self.model.entering.require_gradients(received)
+            entering = self.model.get_ends(m).entering
+            assert entering is not None
+            in_flight.inputs = entering.require_gradients(received)
         assert in_flight.replay.recompute is not None
-        self.weights.load(in_flight.replay.recompute)
+        self._load(in_flight.replay.recompute)
+        # the first forward has updated the running statistics already
         with restore_buffers(self.model.piece):
             in_flight.outputs, result = self._run_and_count_bytes(
                 m, in_flight.inputs, in_flight.labels
@@ -340,6 +415,7 @@ class Stage:
         input gradient.
         """
         model = self.model
+        ends = model.get_ends(m)
         in_flight = self._in_flight[m]
         s = self.model.stage
         is_local = model.local is not None
@@ -353,29 +429,32 @@ class Stage:
             assert version == self.version, (
                 f"stage {s}, {kind.value}{m}: reads version {version}, in memory is {self.version}"
             )
-        self.weights.load(in_flight.replay.backward)
+        self._load(in_flight.replay.backward)
+        self.gathering.begin_backward()
         if self._is_tied:
-            self.tied.load(version)
+            decides = self._work.method.holder_decides
+            self.tied.load(in_flight.tied_version if decides else version)
         roots: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         if in_flight.loss is not None:
             roots = [(self._work.scale_loss(in_flight.loss, self._weights.pop(m, None)), None)]
         elif not is_local:
-            crossing = model.crossings[s]
+            assert ends.after is not None
             outputs = [
-                t for t, shape in zip(in_flight.outputs, crossing.tensors) if shape.differentiable
+                t for t, spec in zip(in_flight.outputs, ends.after.tensors) if spec.differentiable
             ]
             roots = [
                 (t, g)
-                for t, g in zip(outputs, crossing.unpack_gradients(gradients))
+                for t, g in zip(outputs, ends.after.unpack_gradients(gradients))
                 if t.requires_grad
             ]
         roots += tied
         with model.key_draws(m, None):
             self._run_backward(m, kind, in_flight, [t for t, _ in roots], [g for _, g in roots])
         input_gradients: list[torch.Tensor] = []
-        sends_gradients = not model.is_first and not is_local
-        if sends_gradients:
-            input_gradients = model.crossings[s - 1].collect_gradients(in_flight.inputs)
+        sends_gradients = ends.before is not None and not is_local
+        if ends.before is not None and not is_local:
+            input_gradients = ends.before.collect_gradients(in_flight.inputs)
+        # before `_release`, which keeps all versions that microbatches in flight read
         del self._in_flight[m]
         self._release()
         self._recorder.add(kind.word, m, start, version=version)
@@ -436,6 +515,7 @@ class Stage:
         """Carry out W(m): add the weight gradients that I(m) has left."""
         start = self._recorder.mark()
         self._deferred_weight_gradients.pop(m).add()
+        self.gathering.reduce_left()
         self._work.rules.collect()
         self.activations.drop(m)
         self._recorder.add(Kind.WEIGHT_GRADIENT.word, m, start)
@@ -445,7 +525,9 @@ class Stage:
         inputs; else do not split.
         """
         model = self.model
-        inputs = [example[0]]
+        # copies, because a model and a loss may write to what they get
+        x, labels = clone_tensors(example)
+        inputs = [x]
         with ExitStack() as stack:
             for module in model.modules:
                 stack.enter_context(restore_all(module))
@@ -456,7 +538,7 @@ class Stage:
                     for spec in model.entering.tensors
                 ]
                 inputs = model.entering.require_gradients(messages)
-            outputs, result = self.run(self.newest_forward + 1, inputs, example[1])
+            outputs, result = self.run(self.newest_forward + 1, inputs, labels)
             roots = [t for t in (outputs if result is None else [result.loss]) if t.requires_grad]
             gradients = [
                 _draw(t.shape, t.dtype, t.device) if result is None else None for t in roots
@@ -509,9 +591,15 @@ class Stage:
             versions.append(
                 int(self._plan.replay(self.newest_forward + 1, self._here).forward.versions[0])
             )
+        # without a later reader every version may go
         self.weights.release(np.array([min(versions, default=np.iinfo(np.int64).max)]))
-        if self._is_tied:
-            self.tied.release(min(versions, default=self.version))
+        if not self._is_tied:
+            return
+        if self._work.method.holder_decides:
+            versions = [in_flight.tied_version for in_flight in self._in_flight.values()]
+            if self.newest_forward + 1 < self._work.schedule.microbatches:
+                versions.append(self._find_tied_version(self.newest_forward + 1, self.version))
+        self.tied.release(min(versions, default=self.version))
 
     def continue_from(self, previous: Stage) -> None:
         """Go on with what a stage of an earlier stretch of the run, now empty, has found out."""
@@ -528,6 +616,7 @@ class Stage:
     def load_newest(self) -> None:
         """Put the newest weights into the parameters; no microbatch may be in flight."""
         self.weights.load_newest()
+        self.gathering.drop()
         self.tied.load(self.version)
 
     def remove_hooks(self) -> None:

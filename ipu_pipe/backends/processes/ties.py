@@ -66,6 +66,8 @@ def find_ties(
     parameters = dict(model.named_parameters())
     for name, stages in find_tied_weights(cut).items():
         holder = stages[0]
+        # a gradient goes from user to user: sums at the holder would have another order than
+        # autograd's
         for previous_user, user in zip(stages, stages[1:]):
             links.update(dict.fromkeys([(user, previous_user, TIED), (holder, user, WEIGHTS)]))
             tables = [
@@ -106,6 +108,7 @@ class TiedWeights:
         """Put a version of the copies into the parameters; wait for it if it has not arrived."""
         if version == self._loaded or not self._copies:
             return
+        # the holder sends every version, so each is received, even one that no pass here reads
         while self._newest < version:
             received = [
                 self._mail.receive(Message(WEIGHTS, self._newest, source, self._stage))
@@ -175,6 +178,7 @@ class TiedWeights:
         gradients = iter(self._gradients)
         for target, weights in self._ties.gradients_to.items():
             values = [
+                # the receiver waits for a tensor of known shape; it takes zeros for no gradient
                 torch.zeros_like(p) if gradient is None else gradient
                 for p, gradient in zip(weights, gradients)
             ]

@@ -28,8 +28,8 @@ from typing import Any, Callable, Tuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.interface import DeviceTimes
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.devices import get_kind
@@ -185,6 +185,7 @@ class TraceRecorder:
         mark of its end.
         """
         end = self.mark()
+        # taken now, because a GPU's times come when another stage or update may be current
         details = (
             self.is_recording,
             self._is_timed,
@@ -276,6 +277,7 @@ class TraceRecorder:
     def _make_events(self) -> Events:
         count = len(self._records)
         names = [name for name in EVENT_TYPES if name != "device"]
+        # reshape keeps the columns where there is no record
         table = np.array(self._records, np.int64).reshape(count, len(names)).T
         return Events.from_columns(count, device=self._rank, **dict(zip(names, table)))
 
@@ -350,17 +352,17 @@ def compare_clocks() -> int:
     shortest of several round trips (Cristian's algorithm), with an error of up to half that round
     trip.
     """
-    identities: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(identities, identify_clock())
+    identities: list[str | None] = [None] * world.get_world_size()
+    world.all_gather_object(identities, identify_clock())
     offset = 0
-    for rank in range(1, dist.get_world_size()):
+    for rank in range(1, world.get_world_size()):
         if identities[rank] is not None and identities[rank] == identities[0]:
             continue
-        if dist.get_rank() == 0:
+        if world.get_rank() == 0:
             for _ in range(ROUND_TRIPS):
-                dist.recv(torch.zeros(1, dtype=torch.int64), src=rank, tag=CLOCK_TAG)
-                dist.send(torch.tensor([time.perf_counter_ns()]), dst=rank, tag=CLOCK_TAG)
-        elif dist.get_rank() == rank:
+                world.recv(torch.zeros(1, dtype=torch.int64), rank, CLOCK_TAG)
+                world.send(torch.tensor([time.perf_counter_ns()]), rank, CLOCK_TAG)
+        elif world.get_rank() == rank:
             offset = min(_ask_clock() for _ in range(ROUND_TRIPS))[1]
     return offset
 
@@ -384,8 +386,8 @@ def _ask_clock() -> tuple[int, int]:
     """Return the time of a round trip to rank 0, and the clock offset that it gives."""
     theirs = torch.zeros(1, dtype=torch.int64)
     begin = time.perf_counter_ns()
-    dist.send(torch.zeros(1, dtype=torch.int64), dst=0, tag=CLOCK_TAG)
-    dist.recv(theirs, src=0, tag=CLOCK_TAG)
+    world.send(torch.zeros(1, dtype=torch.int64), 0, CLOCK_TAG)
+    world.recv(theirs, 0, CLOCK_TAG)
     end = time.perf_counter_ns()
     return end - begin, int(theirs) - (begin + end) // 2
 
@@ -412,13 +414,13 @@ def open_file(
     # remove the files of ranks that this start does not have
     if rank == 0:
         for other in {*find_store_files(folder)} - {
-            _get_path(folder, r) for r in range(dist.get_world_size())
+            _get_path(folder, r) for r in range(world.get_world_size())
         }:
             other.unlink()
     end = -1 if earlier is None or not len(earlier.events.end) else int(earlier.events.end.max())
     # the end of the earlier start by its rank 0's clock, and the present by this rank 0's clock
     last = torch.tensor([end, time.perf_counter_ns() if rank == 0 else -1])
-    dist.all_reduce(last, op=dist.ReduceOp.MAX)
+    world.all_reduce_max(last)
     recorder.write_to(TraceWriter(path, metadata), offset_ns)
     if earlier is not None and end >= 0:
         recorder.continue_trace(earlier, int(last[1] - last[0]) - offset_ns, first_update)

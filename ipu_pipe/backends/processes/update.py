@@ -18,6 +18,7 @@ from typing import (
 
 import torch
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.processes.agreement import READ_ALIKE, SET_ALIKE
 from ipu_pipe.backends.processes.layout import RankLayout
@@ -32,7 +33,7 @@ from ipu_pipe.replay.replicas import IndependentReplicas
 from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import COLUMNS, Work, average
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.update.clipping import GradientClipping, OtherStages
+from ipu_pipe.update.clipping import GradientClipping, OtherStages, compute_plain_norm
 
 # ---- the average of gradients over the replicas of a stage (config key `reduction`)
 #
@@ -174,6 +175,7 @@ class OverlappedAverage:
             total = torch.cat([gradients, has_gradient.to(gradients.device)])
             self._begun.append((total, self._mail.begin_sum(total, self._group.of_gradients)))
             for p in bucket:
+                # the sum has a copy, and `finish` puts the mean back
                 p.grad = None
 
     def finish(self) -> None:
@@ -265,19 +267,44 @@ class StageUpdate:
             if s in numbers
             for p in stage_parameters
         ]
-        self.clipping = GradientClipping(work.clip, parameters, work.schedule, self._norms)
+        masters = work.rules.masters
+        is_sharded = masters is not None and masters.are_in_weights
+        compute = self._compute_norm_of_shards if is_sharded else compute_plain_norm
+        self.clipping = GradientClipping(work.clip, parameters, work.schedule, self._norms, compute)
+        # FSDP2 has averaged the others
+        self._unaveraged = [p for p in self._parameters_here if not self._is_averaged(p)]
         # stage -> average, if `reduction` is fast
         self.averages: dict[int, OverlappedAverage] = {}
         if replicas is not None and replicas.is_fast:
             count = work.schedule.accumulate
             early = not work.rules.compensates
             self.averages = {
-                s: OverlappedAverage(parameters[s], mail, replicas, count, begins_early=early)
+                s: OverlappedAverage(
+                    [p for p in parameters[s] if not self._is_averaged(p)],
+                    mail,
+                    replicas,
+                    count,
+                    begins_early=early,
+                )
                 for s in numbers
                 if s in parameters
             }
         self._update = -1
         self._start = recorder.mark()
+
+    def _is_averaged(self, parameter: torch.nn.Parameter) -> bool:
+        """Return whether the caller's sharding averages a gradient over the replicas."""
+        masters = self._work.rules.masters
+        if self._replicas is None or masters is None or not masters.are_in_weights:
+            return False
+        return bool(masters.is_averaged(parameter, world.list_global_ranks(self._replicas.host)))
+
+    def _compute_norm_of_shards(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the norm of a gradient over all shards of its weight."""
+        total = compute_plain_norm(parameter) ** 2
+        for group in self._work.rules.masters.list_groups_of(parameter):
+            self._mail.wait_for_all(self._mail.begin_sum(total, group), group)
+        return total.sqrt()
 
     def list_needs(self, stage: Stage, k: int) -> Iterator[tuple[Message, Shapes]]:
         """Yield the messages that update k of a stage needs, or that arrive after it, with their
@@ -308,7 +335,7 @@ class StageUpdate:
                     for average_of_stage in self.averages.values():
                         average_of_stage.finish()
                 else:
-                    average_over_replicas(self._parameters_here, self._mail, self._replicas)
+                    average_over_replicas(self._unaveraged, self._mail, self._replicas)
                 self._recorder.add(Kind.AVERAGE.word, k, start, size=size, carries="gradients")
             for stage in self.stages:
                 if stage.model.local is not None:
@@ -326,6 +353,8 @@ class StageUpdate:
 
     def step(self, k: int) -> None:
         """Clip the gradients of update k and let the optimizer and the rules step."""
+        for stage in self.stages:
+            stage.gathering.drop()
         with keep_version_counters(self._parameters):
             self._work.rules.step(k, self.clipping.clip, self._updated)
 
@@ -372,6 +401,7 @@ class OtherRanksNorms(OtherStages):
         self._max_parameters = 0
         if work.clip is not None and work.clip[1] == "global":
             count = max(map(len, self._parameters.values()), default=0)
+            # an all-gather needs tensors of one shape on all ranks
             self._max_parameters = max(int(n) for n in mail.all_gather(torch.tensor([count])))
 
     def list_needs(self, k: int) -> Iterator[tuple[Message, Shapes]]:
@@ -390,6 +420,7 @@ class OtherRanksNorms(OtherStages):
         rest = iter(norms)
         for stage, parameters in self._parameters.items():
             for i, p in enumerate(parameters):
+                # float64 holds the norms of every dtype, which then go in one tensor
                 by_stage[stage, i] = NO_GRADIENT if p.grad is None else next(rest).double().cpu()
         with self._pause_event():
             start = self._recorder.mark()
@@ -552,7 +583,7 @@ class ResultCollection:
         if here == other:
             return
         names = [name for name, a, b in zip(compared.names, here, other) if a != b]
-        ranks = self._layout.rank, self._layout.find_rank(stage)
+        ranks = [world.name_rank(r) for r in (self._layout.rank, self._layout.find_rank(stage))]
         raise RunFault(
             f"step: optimizer: {', '.join(names)}: rank {ranks[0]} and rank {ranks[1]} have "
             f"different settings for step {k}: {SET_ALIKE}"
@@ -565,7 +596,7 @@ class ResultCollection:
         """
         if not products.any():
             return
-        ranks = self._layout.find_rank(0), self._layout.find_rank(stage)
+        ranks = [world.name_rank(self._layout.find_rank(s)) for s in (0, stage)]
         if not self._batches.reads_again:
             who = f"rank {ranks[0]} and rank {ranks[1]} have different labels for step {k}"
             raise RunFault(f"step: {who}: {READ_ALIKE}")

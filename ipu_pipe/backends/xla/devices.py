@@ -7,22 +7,33 @@ One process drives all devices of a platform. XLA's own CPU client can stand for
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import os
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Sequence
 
+import numpy as np
 from torch import nn
 
 from ipu_pipe.backends.processes.layout import can_cut, cut_at
 from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.cut.graphs import StageGraphs
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.job.factories import Placed
+from ipu_pipe.job.factories import Placed, place_whole
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.stages import group_stages, partition
-from ipu_pipe.refusals import EMULATOR, Argument
+from ipu_pipe.refusals import Argument
 from ipu_pipe.schedule.methods import Method
 
 OLDEST_JAX = (0, 10)
+# platform -> what brings it
+_REMEDIES = {
+    "tpu": ": on a TPU VM, pip install 'jax[tpu]'",
+    "tt": ": with a Tenstorrent card, pip install jax-tt-plugin",
+}
 
 
 @dataclass(frozen=True)
@@ -54,35 +65,84 @@ def import_jax() -> Any:
     return jax
 
 
+def keep_compiled(cache: str | bool | None) -> None:
+    """Let jax keep compiled programs in a folder, so that another process does not compile them
+    again. `cache`: the folder, False for none, None for the user's cache.
+    """
+    jax = import_jax()
+    from jax.experimental.compilation_cache import compilation_cache
+
+    # a folder that the caller or the environment has set stays
+    if cache is None and jax.config.jax_compilation_cache_dir:
+        return
+    if cache is None:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache = str(Path(home) / "ipu_pipe" / "xla" / _describe_processor())
+    jax.config.update("jax_compilation_cache_dir", cache or None)
+    # what was compiled so far in this process has opened another folder
+    compilation_cache.reset_cache()
+    # most passes compile in less than the second from which on jax would keep them
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def _describe_processor() -> str:
+    """Return a name for processors of the same instructions: a program of another may not run."""
+    facts = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        facts += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(facts.encode()).hexdigest()[:12]
+
+
 def list_devices(settings: BackendConfig) -> list[Any]:
     """Return the devices of the platform, as many as `devices` says, or all.
 
     Raise `BadInput` if the platform is not there or has fewer.
     """
     jax = import_jax()
-    platform = settings.platform or "cpu"
+    kind = settings.platform or "cpu"
     count = settings.devices
-    if platform == "cpu" and count:
+    if kind == "cpu" and count:
         # it has no effect once jax has begun
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
     try:
-        devices = jax.devices(platform)
+        devices = jax.devices(kind)
     except RuntimeError as error:
-        how = ": on a TPU VM, pip install 'jax[tpu]'" if platform == "tpu" else ""
         raise BadInput(
-            f"{Argument('backend_args.platform')}: {platform}: jax has no such platform here"
-            f"{how}: {summarize(error)}"
+            f"{Argument('backend_args.platform')}: {kind}: jax has no such platform here"
+            f"{_REMEDIES.get(kind, '')}: {summarize(error)}"
         ) from None
+    # not >=, because an error that is NaN must be refused, too
+    if kind != "cpu" and not measure_product_error(devices[0]) < 0.1:
+        raise BadInput(
+            f"{Argument('backend_args.platform')}: {kind}: the first device multiplies wrong, as one "
+            "does that is only described: it needs the hardware itself"
+        )
     if count and count > len(devices):
         more = ""
-        if platform == "cpu":
+        if kind == "cpu":
             more = f", or begin with XLA_FLAGS=--xla_force_host_platform_device_count={count}"
         raise BadInput(
-            f"{Argument('backend_args.devices')}: {count}: jax has {len(devices)} {platform} devices: "
+            f"{Argument('backend_args.devices')}: {count}: jax has {len(devices)} {kind} devices: "
             f"must be at most that{more}"
         )
     return list(devices[: count or len(devices)])
+
+
+@functools.lru_cache(maxsize=None)
+def measure_product_error(device: Any) -> float:
+    """Return the greatest error of a product of float32 matrices by the product of their absolute
+    values: 1e-7 of float32, up to 1e-3 of TF32, 6e-3 of bfloat16, and 0.8 of a device that returns
+    zeros, as Tenstorrent's mock does.
+    """
+    import jax
+
+    x, y = np.random.default_rng(0).standard_normal((2, 32, 32), np.float32)
+    product = jax.numpy.matmul(*jax.device_put((x, y), device), precision="highest")
+    error = np.abs(np.asarray(product) - x.astype(np.float64) @ y)
+    return float((error / (np.abs(x) @ np.abs(y))).max())
 
 
 def launch(config: Config, asked: Any) -> None:
@@ -99,11 +159,9 @@ def place(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
     """Cut the model into its stages, and place neighboring stages on the same device if there are
     fewer devices than stages. Raise `BadInput` if the model cannot be cut so.
     """
+    # refused by its name when the job is known
     if method.structure:
-        raise BadInput(
-            f"method: {method.name}: blocks with losses of their own do not run on xla: use "
-            f"{EMULATOR}"
-        )
+        return place_whole(config, method, model, x)
     devices = list_devices(config.backend)
     requested = partition(model, x, config.stages, one_stage=method.one_stage_reason)
     if not can_cut(method, model, requested, x):

@@ -7,32 +7,27 @@ looks: for an evaluation, a checkpoint, a prediction, and at the end.
 from __future__ import annotations
 
 import contextlib
-from typing import Callable, Iterator
+from typing import Collection
 
-from ipu_pipe.backends.interface import CheckpointState, Engine, Report, StepResult
+from ipu_pipe.backends.interface import CheckpointState, HostModelEngine, Report, StepResult
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.devices import XlaOptions
 from ipu_pipe.backends.xla.player import Player, StagePlayer, make_passes
 from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
 from ipu_pipe.job.user_code import attribute_faults
-from ipu_pipe.model.precision import export_loss
 from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.trace.events import concatenate_events
-from ipu_pipe.update.optimizer import export_state
 
 
-class XlaEngine(Engine):
+class XlaEngine(HostModelEngine):
     """Play all stages on their XLA devices."""
-
-    leaves_weights_stale = True
 
     def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
         super().__init__(run)
         self._first_update = first_update
-        self.newest_model = None
         work = Work.of(run, first_update, table)
         options: XlaOptions = run.options
         devices = options.devices
@@ -47,9 +42,14 @@ class XlaEngine(Engine):
             recorder.begin_update(first_update)
         player = SlotPlayer if chooses_slots(options.program, stages) else Player
         self._player: Player = player(run, work, stages, recorders)
-        self._is_exported = True
+        all_sources = [zip(graphs.state, graphs.sources) for graphs in options.graphs]
+        self._written = [n for row in all_sources for n, source in row if source.is_written]
 
     # ---- updates
+
+    @property
+    def stale_values(self) -> Collection[str]:
+        return self._written if self.newest_model is None else ()
 
     @property
     def update(self) -> int:
@@ -62,7 +62,7 @@ class XlaEngine(Engine):
         self._advance(float("inf"), batches)
 
     def _advance(self, cut: float, batches: int) -> None:
-        self._is_exported = False
+        self.newest_model = None
         with attribute_faults(lambda: f"update {self._player.update}, {self._player.doing}"):
             self._player.advance(cut, batches)
 
@@ -79,34 +79,16 @@ class XlaEngine(Engine):
 
     # ---- the host's model
 
-    def _export(self) -> None:
-        """Put the newest weights and the optimizer's state into the objects on the host."""
-        if not self._is_exported:
-            self._player.gather()
-            for stage in self._player.stages:
-                stage.export()
-        self._is_exported = True
-
-    def load_weights(self, load: Callable[[], None]) -> None:
-        self._export()
-        load()
-
-    @contextlib.contextmanager
-    def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
-        self._export()
-        self.newest_model = self.run.model
-        try:
-            yield
-        finally:
-            self.newest_model = None
+    def copy_to_host(self) -> None:
+        self._player.gather()
+        for stage in self._player.stages:
+            stage.export()
 
     def collect_state(self) -> CheckpointState | None:
-        self._export()
+        state = super().collect_state()
+        assert state is not None
         # copies, because a checkpoint may be written while training goes on
-        model = {name: t.clone() for name, t in self.run.model.state_dict().items()}
-        return CheckpointState(
-            model, *export_state(self.run.optimizer, self.names), export_loss(self.run.loss)
-        )
+        return state._replace(model={name: t.clone() for name, t in state.model.items()})
 
     # ---- measurements and the end
 
@@ -134,12 +116,7 @@ class XlaEngine(Engine):
             return None
         return [{"total": int(one["peak_bytes_in_use"])} for one in stats if one]
 
-    def close(self) -> None:
-        self._export()
-        self.newest_model = self.run.model
-        self.release_blocks()
-
     def abort(self) -> None:
         # after a fault the arrays may be lost with their device
         with contextlib.suppress(Exception):
-            self._export()
+            self.update_host()

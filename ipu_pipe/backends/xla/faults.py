@@ -6,41 +6,38 @@ from typing import Any
 
 import torch
 
+from ipu_pipe.backends.features import list_lacking
 from ipu_pipe.backends.xla.devices import list_devices
 from ipu_pipe.cut.graphs import trace_pieces
 from ipu_pipe.job.record import Job
-from ipu_pipe.refusals import EMULATOR, Argument, Refusal, name_key
+from ipu_pipe.refusals import EMULATOR, Argument, name_key
 from ipu_pipe.replay.work import list_exactness_faults
 from ipu_pipe.schedule.methods import Reads, Timeline
 from ipu_pipe.text import list_some
 from ipu_pipe.update.optimizer import get_kind
 from ipu_pipe.update.rules import select_rules
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 # the rules that may read the step of an optimizer
 PREDICTIONS = ("weight_prediction", "spectrain")
 REMEDY = f"use {EMULATOR}"
 
 
 def list_faults(job: Job) -> list[str]:
-    """Return the reasons why XLA devices cannot train a job, one line each. The stages' graphs are
-    traced, and kept, if there is no other reason.
+    """Return the reasons why XLA devices cannot train a job, one line each, besides the features
+    that they lack. The stages' graphs are traced, and kept, if there is no other reason.
     """
     faults = [
         *(f"{fault}: {REMEDY}" for fault, applies in _list_settings(job).items() if applies),
         *(f"{fault}: {REMEDY}" for fault in _list_optimizer_faults(job)),
-        # of clipping, which is refused above, nothing more
+        # of clipping, which is refused anyway, nothing more
         *(fault for fault in list_exactness_faults(job) if str(Argument("clip")) not in fault),
     ]
     if job.config.backend.program == "slot":
         faults += list_slot_faults(job)
     # a job that was placed for another backend is not cut
-    return faults or (_list_missing_operations(job) if job.pieces else [])
+    if faults or list_lacking(job) or not job.pieces:
+        return faults
+    return _list_missing_operations(job)
 
 
 def list_slot_faults(job: Job) -> list[str]:
@@ -85,44 +82,20 @@ def _list_missing_operations(job: Job) -> list[str]:
 
 
 def _list_settings(job: Job) -> dict[str, Any]:
-    """Return the settings that the backend does not support: fault -> whether it applies."""
-    config = job.config
-    method = job.method
-    name = method.name
-    hooked = [
-        module_name or "the model itself"
-        for module_name, module in job.model.named_modules()
-        if any(getattr(module, hooks) for hooks in _HOOKS)
-    ]
-    tied = job.partition.list_tied(job.model)
-    precision = {p.dtype for p in job.model.parameters()} - {torch.float32, torch.float64}
+    """Return the settings that the devices do not support: fault -> whether it applies."""
+    backend = job.config.backend
     is_double = any(p.dtype == torch.float64 for p in job.model.parameters())
     return {
-        f"method: {name}: replicas with weights of their own do not run on xla": method.rounds,
-        f"method: {name}: delays without a pipeline do not run on xla": method.history,
-        "method_args.hogwild, constant_delay: delays that are not the pipeline's own do not run on "
-        "xla": method.delay is not None,
-        f"replicas: {config.replicas}: xla has one": config.replicas > 1,
-        f"{Refusal('recompute', True, 'xla stores activations')}": config.recompute,
-        "method_args.recompute: xla stores activations": method.segments is not None,
-        "clip: xla does not clip": config.clip is not None,
-        "loss_weight: all microbatches count the same on xla": job.loss_weight is not None,
-        f"precision: {config.precision}: must be float32 or float64 on xla": precision
-        or config.precision not in ("float32", "float64"),
-        "precision: float64: TPUs have none": is_double and config.backend.platform == "tpu",
-        f"{Argument('device')}: {config.backend.device}: belongs to the host, must be cpu with "
-        "xla": config.backend.device != "cpu",
-        f"model: {list_some(list(tied))}: several stages use this weight": tied,
-        f"model: {list_some(hooked)}: has hooks, which a compiled pass would not call": hooked,
-        "model: complex buffers do not run on xla": any(
-            b.is_complex() for b in job.model.buffers()
-        ),
+        f"precision: float64: {backend.platform} devices have none": is_double
+        and backend.platform in ("tpu", "tt"),
+        f"{Argument('device')}: {backend.device}: belongs to the host, must be cpu with xla": backend.device
+        != "cpu",
     }
 
 
 def _list_optimizer_faults(job: Job) -> list[str]:
     """Return why the optimizer, or a rule, has no function of arrays."""
-    from ipu_pipe.backends.xla.update import KINDS, RULES, UNSUPPORTED_SETTINGS
+    from ipu_pipe.backends.xla.update import KINDS, RULES, list_unsupported
 
     faults = []
     optimizer = job.full_optimizer
@@ -130,11 +103,7 @@ def _list_optimizer_faults(job: Job) -> list[str]:
         kind = get_kind(optimizer, group)
         if kind not in KINDS:
             faults.append(f"{name_key('optimizer.name')}: {kind}: xla has {', '.join(KINDS)}")
-        faults += [
-            f"optimizer.{key}: xla does not support it"
-            for key in UNSUPPORTED_SETTINGS
-            if group.get(key)
-        ]
+    faults += list_unsupported(optimizer.param_groups)
     acting = select_rules(job.config.method_settings(), job.method)
     faults += [
         f"method_args.{rule.key}: xla does not have this rule"

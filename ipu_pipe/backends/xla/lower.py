@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from typing import Any, Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import fx
 
 from ipu_pipe.backends.xla.operations import DTYPES, OPERATIONS
 from ipu_pipe.backends.xla.windows import WINDOWS
-from ipu_pipe.cut.graphs import find_module
+from ipu_pipe.cut.graphs import describe_node
 
 TABLE: dict[str, Callable[..., Any]] = {**OPERATIONS, **WINDOWS}
 # operations whose second argument is a list of indices
@@ -29,7 +30,7 @@ def list_missing(graph: fx.GraphModule) -> list[str]:
     for node in graph.graph.nodes:
         fault = _find_fault(node)
         if fault is not None:
-            missing.append(f"{find_module(node)} ({fault}{node.target})")
+            missing.append(describe_node(node, fault))
     return list(dict.fromkeys(missing))
 
 
@@ -45,8 +46,10 @@ def _find_fault(node: fx.Node) -> str | None:
     name = str(node.target)
     if name not in TABLE:
         return ""
+    # jax's arrays have no strides
     if name == "aten.as_strided.default" and not _is_contiguous_view(node):
         return "strided "
+    # jax needs fixed shapes, and that of a selection depends on the mask's values
     if name.startswith(_INDEXED) and _reads_mask(node):
         return "truth values in "
     return None
@@ -63,6 +66,7 @@ def _reads_mask(node: fx.Node) -> bool:
     indices: Any = node.args[1]
     *others, last = [None if index is None else index.meta["val"].dtype for index in indices]
     masks = (torch.bool, torch.uint8)
+    # a write of one number through a mask is a choice element by element, of fixed shape
     if last == torch.bool and not any(others) and len(node.args) > 2:
         values: Any = node.args[2]
         return values.meta["val"].ndim > 0
@@ -86,7 +90,9 @@ def lower(graph: fx.GraphModule) -> Callable[..., list[Any]]:
                 values[node] = next(rest)
             elif node.op == "call_function":
                 args, keywords = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = _call(node, args, keywords)
+                # a compiler's faults name the module
+                with jax.named_scope(describe_node(node)):
+                    values[node] = _call(node, args, keywords)
         return list(fx.node.map_arg(nodes[-1].args[0], values.__getitem__))
 
     return run

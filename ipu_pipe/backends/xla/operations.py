@@ -69,10 +69,15 @@ def _scale_second(function: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
+def _multiply_unless_one(x: Any, y: Any) -> Any:
+    # torch writes a linear layer as 1 * bias + 1 * product, and not every compiler drops the factors
+    return x if isinstance(y, int) and y == 1 else jnp.multiply(x, y)
+
+
 _enter_all({"add": _scale_second(jnp.add), "sub": _scale_second(jnp.subtract)}, "Tensor", "Scalar")
 _enter_all(
     {
-        "mul": jnp.multiply,
+        "mul": _multiply_unless_one,
         "div": jnp.true_divide,
         "eq": jnp.equal,
         "ne": jnp.not_equal,
@@ -89,6 +94,10 @@ _enter_all(
     "Tensor",
     "Scalar",
 )
+
+
+def _to_floating(x: Any) -> Any:
+    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
 
 
 def _raise(x: Any, exponent: Any) -> Any:
@@ -117,8 +126,8 @@ _enter_all(
         "rsqrt": lambda x: 1 / jnp.sqrt(x),
         "neg": jnp.negative,
         "abs": jnp.abs,
-        # the sign of NaN is 0
-        "sign": lambda x: jnp.where(x != x, 0, jnp.sign(x)),
+        # the sign of NaN is 0, that of a truth value itself
+        "sign": lambda x: x if x.dtype == bool else jnp.where(x != x, 0, jnp.sign(x)),
         "reciprocal": jnp.reciprocal,
         "sin": jnp.sin,
         "cos": jnp.cos,
@@ -134,8 +143,8 @@ _enter_all(
         "isnan": jnp.isnan,
         "isinf": jnp.isinf,
         "tanh": jnp.tanh,
-        "sigmoid": jax.nn.sigmoid,
-        "erf": lax.erf,
+        "sigmoid": lambda x: jax.nn.sigmoid(_to_floating(x)),
+        "erf": lambda x: lax.erf(_to_floating(x)),
         "relu": lambda x: jnp.maximum(x, 0),
     },
     "default",
@@ -189,6 +198,7 @@ def _multiply(x: Any, y: Any) -> Any:
 @_enter("aten.sum.dim_IntList", "aten.sum.default")
 def _sum(x: Any, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
     if x.dtype == jnp.bool_:
+        # torch adds up truth values in int64
         x = x.astype(jnp.int64)
     return jnp.sum(x, _list_axes(x, dims), _convert(dtype), keepdims=keepdim)
 
@@ -232,7 +242,8 @@ def _norm(
 
 @_enter("aten.cumsum.default")
 def _cumsum(x: Any, dim: int, dtype: Any = None) -> Any:
-    return jnp.cumsum(x, dim, _convert(dtype))
+    # torch also takes a tensor of no dimensions, which jax refuses
+    return jnp.cumsum(jnp.atleast_1d(x), dim, _convert(dtype)).reshape(x.shape)
 
 
 @_enter("aten.var_mean.correction")
@@ -371,6 +382,7 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
 @_enter("aten.constant_pad_nd.default")
 def _pad(x: Any, pads: Sequence[int], value: float = 0) -> Any:
     widths = [(0, 0)] * (x.ndim - len(pads) // 2)
+    # torch's pads begin with the last dimension
     widths += [(pads[i], pads[i + 1]) for i in range(len(pads) - 2, -1, -2)]
     fill = jnp.asarray(value, x.dtype)
     return lax.pad(x, fill, [(low, high, 0) for low, high in widths])
@@ -396,6 +408,7 @@ def _full(shape: Sequence[int], value: Any, dtype: Any = None, **others: Any) ->
 
 @_enter("aten.empty.memory_format", "aten.empty_permuted.default")
 def _empty(shape: Sequence[int], *order: Any, dtype: Any = None, **others: Any) -> Any:
+    # torch leaves the values open; zeros are at least the same each time
     return jnp.zeros(shape, _convert(dtype))
 
 
@@ -440,38 +453,71 @@ def _embed(weight: Any, indices: Any, *others: Any) -> Any:
 
 @_enter("aten.index_select.default")
 def _index_select(x: Any, dim: int, indices: Any) -> Any:
+    if x.ndim == 0:
+        return x
     return jnp.take(x, indices, dim, mode="fill")
 
 
-def _index_along(dim: int, indices: Any) -> tuple[Any, ...]:
-    """Return the place of each of the indices: they may cover a part of the other dimensions."""
+def _at_along(x: Any, dim: int, indices: Any) -> Any:
+    """Return the places of an array at indices along a dimension: they may cover a part of the
+    other dimensions. An array of no dimension is one of one element.
+    """
+    indices = jnp.atleast_1d(indices)
     places: list[Any] = list(np.ogrid[tuple(slice(n) for n in indices.shape)])
     places[dim] = indices
-    return tuple(places)
+    return jnp.atleast_1d(x).at[tuple(places)]
+
+
+def _choose(x: Any, dim: int, indices: Any, usual: Any, by_marks: Any) -> Any:
+    """Return usual(x, indices); on Tenstorrent's chips, which have no operation that reads or writes
+    by index, by_marks(x, marks), if each row along the dimension has one index: it is marked.
+    """
+    one = (*x.shape[:dim], 1, *x.shape[dim:][1:])
+    if not x.ndim or indices.shape != one or not jnp.issubdtype(x.dtype, jnp.floating):
+        return usual(x, indices)
+
+    def compare(x: Any, indices: Any) -> Any:
+        return by_marks(x, lax.broadcasted_iota(indices.dtype, x.shape, dim) == indices)
+
+    return lax.platform_dependent(x, indices, tt=compare, default=usual)
 
 
 @_enter("aten.gather.default")
 def _gather(x: Any, dim: int, indices: Any, sparse_grad: bool = False) -> Any:
-    return x.at[_index_along(dim, indices)].get(mode="fill")
+    def read(x: Any, indices: Any) -> Any:
+        return _at_along(x, dim, indices).get(mode="fill").reshape(indices.shape)
+
+    def add_marked(x: Any, marks: Any) -> Any:
+        total = jnp.where(marks, x, 0).sum(dim, keepdims=True)
+        # an index that is out of range marks nothing
+        return jnp.where(marks.any(dim, keepdims=True), total, jnp.nan)
+
+    dim = dim % max(x.ndim, 1)
+    return _choose(x, dim, indices, read, add_marked)
 
 
 @_enter("aten.scatter_add.default")
 def _scatter_add(x: Any, dim: int, indices: Any, source: Any) -> Any:
-    return x.at[_index_along(dim, indices)].add(_cut_to(indices, source))
+    return _at_along(x, dim, indices).add(_cut_to(indices, source)).reshape(x.shape)
 
 
 @_enter("aten.scatter.src")
 def _scatter_source(x: Any, dim: int, indices: Any, source: Any) -> Any:
-    return x.at[_index_along(dim, indices)].set(_cut_to(indices, source))
+    return _at_along(x, dim, indices).set(_cut_to(indices, source)).reshape(x.shape)
 
 
 def _cut_to(indices: Any, source: Any) -> Any:
-    return source[tuple(slice(n) for n in indices.shape)]
+    shape = jnp.atleast_1d(indices).shape
+    return jnp.atleast_1d(source)[tuple(slice(n) for n in shape)]
 
 
 @_enter("aten.scatter.value")
 def _scatter(x: Any, dim: int, indices: Any, value: Any) -> Any:
-    return x.at[_index_along(dim, indices)].set(jnp.asarray(value, x.dtype))
+    def write(x: Any, indices: Any) -> Any:
+        return _at_along(x, dim, indices).set(jnp.asarray(value, x.dtype)).reshape(x.shape)
+
+    dim = dim % max(x.ndim, 1)
+    return _choose(x, dim, indices, write, lambda x, marks: jnp.where(marks, value, x))
 
 
 def _index_at(indices: Sequence[Any]) -> tuple[Any, ...]:

@@ -13,8 +13,11 @@ for each pass, so that events have the pass's own time.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import heapq
+import sys
+import time
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
@@ -40,6 +43,8 @@ from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.update.apply import PLAIN
 
 Arrays = Sequence[Any]
+# the time that programs compile before a user who has no terminal is told
+SILENT_SECONDS = 10.0
 
 
 def _describe_graph(graph: fx.GraphModule) -> tuple[Any, ...]:
@@ -57,8 +62,10 @@ def _describe_graph(graph: fx.GraphModule) -> tuple[Any, ...]:
         value = node.meta.get("val")
         kind = (tuple(value.shape), value.dtype) if hasattr(value, "shape") else None
         constant = None
+        # equal operations may still differ in a constant
         if node.op == "get_attr":
             constant = np.asarray(getattr(graph, str(node.target)).detach()).tobytes()
+        # inputs and constants have numbered names, which differ between equal stages
         target = "" if node.op in ("placeholder", "get_attr") else str(node.target)
         lines.append((node.op, target, repr(args), kind, constant))
     return tuple(lines)
@@ -81,6 +88,7 @@ def make_passes(
         )
         if description not in compiled:
             compiled[description] = StagePasses(graphs, is_split)
+        # a shallow copy shares the compiled functions
         passes = copy.copy(compiled[description])
         passes.graphs, passes.device, passes.description = graphs, device, description
         all_passes.append(passes)
@@ -113,10 +121,12 @@ class StagePasses:
             )
 
         self.forward = jax.jit(forward)
-        self.backward = self._compile_backward(graphs.backward, len(graphs.weights), 0)
+        self.backward = self._compile_backward(graphs.backward, len(graphs.weights))
         if is_split:
             inputs = len(graphs.differentiable)
-            self.input_gradient = self._compile_backward(graphs.input_gradient, 0, inputs)
+            self.input_gradient = self._compile_backward(
+                graphs.input_gradient, inputs, is_half=True
+            )
             run_weights = lower(graphs.weight_gradient)
 
             def weight_gradient(tensors: Arrays, total: Arrays | None) -> list[Any]:
@@ -124,24 +134,24 @@ class StagePasses:
 
             self.weight_gradient = jax.jit(weight_gradient)
 
-    def _compile_backward(self, graph: Any, leading: int, inputs: int) -> Callable[..., Any]:
+    def _compile_backward(
+        self, graph: Any, leading: int, is_half: bool = False
+    ) -> Callable[..., Any]:
         """Compile a backward to (weight gradients or tensors kept, input gradients).
 
-        `leading`: the weight gradients that come first, to which those of earlier microbatches are
-        added; else `inputs` input gradients do.
+        `leading`: the results that come first: the gradients of all weights, to which those of
+        earlier microbatches are added. `is_half`: the input gradients, before the tensors kept.
         """
         run = lower(graph)
-        first = leading or inputs
 
         def backward(
             weights: Arrays, saved: Arrays, gradients: Arrays, total: Arrays | None = None
         ) -> Any:
             results = run(*weights, *saved, *gradients)
-            if not first:
-                return results, []
-            if not leading:
-                return results[first:], results[:first]
-            return _add([results[i] for i in self.trained], total), results[first:]
+            if is_half:
+                return results[leading:], results[:leading]
+            # a frozen stage has no weights, and still sends gradients to the stage before
+            return _add([results[i] for i in self.trained], total), results[leading:]
 
         return jax.jit(backward)
 
@@ -149,6 +159,32 @@ class StagePasses:
 def _add(terms: Arrays, total: Arrays | None) -> list[Any]:
     """Return the sums of two lists of arrays; of one if there is no other."""
     return list(terms) if total is None else [a + b for a, b in zip(total, terms)]
+
+
+class CompileNotes:
+    """Tell the user which pass was compiled: on a terminal each, elsewhere once it takes long.
+
+    `count`: the passes that will be. A pass is compiled when it runs first.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._seconds = 0.0
+        self._seen: set[Any] = set()
+
+    @contextlib.contextmanager
+    def note(self, key: Any, name: str) -> Iterator[None]:
+        """Tell that the pass `name` was compiled inside the context, if its `key` is new."""
+        begin = time.perf_counter()
+        yield
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        seconds = time.perf_counter() - begin
+        self._seconds += seconds
+        if sys.stderr.isatty() or self._seconds > SILENT_SECONDS:
+            count = f"{len(self._seen)} of {self._count}"
+            print(f"xla: compiled {name} in {seconds:.1f} s ({count})", file=sys.stderr)
 
 
 def list_outputs(graph: fx.GraphModule) -> list[Any]:
@@ -161,7 +197,6 @@ class StagePlayer:
     """One stage: its passes, weights by version, and the microbatches in flight."""
 
     def __init__(self, run: Run, work: Work, stage: int, passes: StagePasses) -> None:
-        self._model = run.model
         self.stage = stage
         self.is_last = stage == len(run.partition) - 1
         self.passes = passes
@@ -184,6 +219,7 @@ class StagePlayer:
 
     def put(self, value: Any) -> Any:
         """Return a copy of an array, or of a list of arrays, on the stage's device."""
+        # jax may use NumPy's memory as it is, and torch writes to that memory later
         values = [np.array(x) for x in value] if isinstance(value, list) else np.array(value)
         return jax.device_put(values, self.passes.device)
 
@@ -200,11 +236,9 @@ class StagePlayer:
 
     def load(self) -> None:
         """Take weights, state and the optimizer's state from the model on the host."""
-        state = dict(self._model.named_buffers())
-        state.update(self._model.named_parameters())
         graphs = self.passes.graphs
         self.weights = [self.put(p.detach().numpy()) for p in self._parameters]
-        self.state = [self.put(state[name].detach().numpy()) for name in graphs.state]
+        self.state = [self.put(source.value.detach().numpy()) for source in graphs.sources]
         self.optimizer.load()
 
     def begin(self, work: Work) -> None:
@@ -251,6 +285,7 @@ class StagePlayer:
 
     def read_replay(self, m: int) -> Replay:
         """Return the replay of a microbatch whose forward begins."""
+        # `release` has often looked it up already
         following = self._following
         if following is None or following.microbatch != m:
             following = self._plan.replay(m, self._here)
@@ -324,13 +359,14 @@ class StagePlayer:
 
     def export(self) -> None:
         """Put the newest weights, state and optimizer state into the model on the host."""
-        model = self._model
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        graphs = self.passes.graphs
-        names = [*graphs.weights, *graphs.state]
+        written = [*zip(self._parameters, self.weights)]
+        for source, array in zip(self.passes.graphs.sources, self.state):
+            if source.is_written:
+                written.append((source.value, array))
         with torch.no_grad():
-            for name, array in zip(names, [*self.weights, *self.state]):
-                tensors[name].copy_(torch.from_numpy(np.array(array)))
+            for tensor, array in written:
+                # np.array copies, because jax's own memory is read-only, of which torch warns
+                tensor.copy_(torch.from_numpy(np.array(array)))
         self.optimizer.export(self.version > 0)
 
 
@@ -361,6 +397,13 @@ class Player:
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
             Kind.UPDATE: self._update,
         }
+        # stages of the same passes on one device share what is compiled; numbers, because
+        # descriptions are long
+        shared: dict[Any, int] = {}
+        self._programs = [
+            shared.setdefault((s.passes.description, s.passes.device.id), s.stage) for s in stages
+        ]
+        self.notes = CompileNotes(len(shared) * len(list_action_kinds(work)))
         self.begin(work)
 
     def begin(self, work: Work) -> None:
@@ -379,6 +422,7 @@ class Player:
         self._next_action: RowAction | None = None
         kinds = list_action_kinds(work)
         rows = [self._read_row(s, kind) for s in range(len(self.stages)) for kind in kinds]
+        # each row is in the order of its slots, so that no list of all actions is needed
         self._row = heapq.merge(*rows)
 
     def _read_row(self, stage: int, kind: Kind) -> Iterator[RowAction]:
@@ -409,9 +453,13 @@ class Player:
         recorder = self.recorders[self._run.placement[stage.stage] % len(self.recorders)]
         recorder.stage = stage.stage
         start = recorder.mark()
-        computed = self._carry_out[kind](stage, number)
+        with self.notes.note(
+            (self._programs[stage.stage], kind), f"stage {stage.stage}'s {kind.word}"
+        ):
+            computed = self._carry_out[kind](stage, number)
         if recorder.is_recording:
             jax.block_until_ready(computed)
+            # an update has counted its version already
             version = stage.version - 1 if kind is Kind.UPDATE else stage.version
             if number in stage.replays and kind is Kind.FORWARD:
                 version = int(stage.replays[number].forward.versions[0])

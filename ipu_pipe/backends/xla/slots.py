@@ -26,7 +26,7 @@ import torch
 from jax import lax
 
 from ipu_pipe.backends.processes.trace import TraceRecorder
-from ipu_pipe.backends.xla.player import Arrays, Player, StagePlayer, list_outputs
+from ipu_pipe.backends.xla.player import Arrays, CompileNotes, Player, StagePlayer, list_outputs
 from ipu_pipe.backends.xla.update import Numbers, step_stage
 from ipu_pipe.cut.graphs import StageGraphs, draw_masks
 from ipu_pipe.errors import BadInput
@@ -404,10 +404,12 @@ class SlotPlayer(Player):
             Group(group, work.accumulate, int(self._depths[group[0].stage]))
             for group in group_stages(stages)
         ]
+        # donated, so that the new states take the memory of the old ones
         self._program = jax.jit(partial(_play, self._groups), donate_argnums=0)
         # the forwards and the backwards of each stage so far
         self._sent = np.zeros((2, count), np.int64)
         super().__init__(run, work, stages, recorders)
+        self.notes = CompileNotes(1)
 
     def begin(self, work: Work) -> None:
         super().begin(work)
@@ -470,7 +472,8 @@ class SlotPlayer(Player):
             for group, settings in zip(self._groups, self._feeds)
         ]
         saved = _read_rings([s.saved for s in self._states], rows)
-        self._states, outputs = self._program(self._states, feeds, saved, self._x, self._y)
+        with self.notes.note("slot", "the program of a slot"):
+            self._states, outputs = self._program(self._states, feeds, saved, self._x, self._y)
         if runs[0][last]:
             self._microbatch_results[int(forward[last])] = outputs
         self._sent += np.stack(runs)
@@ -545,6 +548,7 @@ class SlotPlayer(Player):
         drawn = []
         for stage in group.stages:
             masks = stage.passes.graphs.masks
+            # a stage without work draws as well, for arrays of one shape; its result is left out
             m = int(forward[stage.stage]) if runs[stage.stage] else self._first
             drawn.append(draw_masks(self._run.model, masks, self._run.seed, m))
         return [np.stack([t.numpy() for t in row]) for row in zip(*drawn)]

@@ -9,14 +9,16 @@ torch's optimizers one by one, so that in float64 both agree to the last digits.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
+from ipu_pipe.errors import raise_faults
 from ipu_pipe.update.apply import StageState, UpdateRules
+from ipu_pipe.update.optimizer import get_kind
 from ipu_pipe.update.rules import (
     DELTA,
     LAST_STEP,
@@ -41,6 +43,17 @@ RULES = (
 KINDS = ("sgd", "adam", "adamw")
 # settings of an optimizer that its functions here do not know
 UNSUPPORTED_SETTINGS = ("amsgrad", "maximize", "fused", "capturable", "differentiable")
+
+
+def list_unsupported(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a fault for each setting of parameter groups that has no function of arrays."""
+    faults = [
+        f"optimizer.{key}: xla does not support it"
+        for group in groups
+        for key in UNSUPPORTED_SETTINGS
+        if group.get(key)
+    ]
+    return list(dict.fromkeys(faults))
 
 
 class Options(NamedTuple):
@@ -96,12 +109,15 @@ def _step_adam(options: Options, n: Numbers, w: Any, g: Any, state: dict[str, An
     elif options.decays:
         g = g + n.weight_decay * w
     mean, square = state["exp_avg"], state["exp_avg_sq"]
+    # as torch's lerp_, which rounds differently from beta1 * mean + (1 - beta1) * g
     mean = mean + (1 - n.beta1) * (g - mean)
     square = n.beta2 * square + (1 - n.beta2) * g * g
     state.update(exp_avg=mean, exp_avg_sq=square)
+    # as in torch, eps is added after the root is corrected
     return w - n.step_size * (mean / (jnp.sqrt(square) / n.root + n.eps)), mean, g
 
 
+# what chooses operations is static; the numbers change with the update, and would each compile anew
 @partial(jax.jit, static_argnums=(0, 1))
 def step_stage(
     options: tuple[Options, ...],
@@ -115,6 +131,7 @@ def step_stage(
     new_weights = []
     new_states = []
     for option, row, w, g, old in zip(options, numbers, weights, gradients, states):
+        # the row has the widest type of the stage, which would widen narrower weights
         n = Numbers(*row.astype(w.dtype))
         state = dict(old)
         g = g * n.shrinkage if "gradient_shrinking" in rules else g
@@ -196,6 +213,7 @@ class StageOptimizer:
         """Give torch's optimizer the state, under its own names. `is_started`: an update was
         made.
         """
+        # torch's optimizer, too, has no state before its first step
         if not is_started:
             return
         state = self._rules.optimizer.state
@@ -213,6 +231,7 @@ class StageOptimizer:
             return list(weights)
         rows = self.list_numbers(k)
         stepped = [weights[i] for i in self.stepped]
+        # settings that do not change are copied to the device once
         if rows != self._rows:
             self._rows = rows
             self._numbers = self._put(np.array(rows, self.dtype))
@@ -247,12 +266,12 @@ class StageOptimizer:
         """The options of each stepped weight."""
         return tuple(
             Options(
-                kind,
+                get_kind(self._rules.optimizer, group),
                 bool(group.get("momentum")),
                 bool(group.get("nesterov")),
                 bool(group.get("weight_decay")),
             )
-            for group, kind in self._groups
+            for group, _ in self._groups
         )
 
     def list_rules(self, k: int) -> tuple[str, ...]:
@@ -263,9 +282,13 @@ class StageOptimizer:
         return (*(rule.key for rule, _ in self._acting), *([LAST_STEP] if followed else []))
 
     def list_numbers(self, k: int) -> list[Numbers]:
-        """List the numbers of update k of each stepped weight."""
+        """List the numbers of update k of each stepped weight. Raise `BadInput` for settings that
+        are not supported.
+        """
         assert self._host is not None
         self._rules.apply_settings(self._host, k)
+        # a caller may change them between two steps
+        raise_faults(list_unsupported(group for group, _ in self._groups))
         acting = self._acting if k >= self._rules.switch else []
         return [
             self._compute_numbers(i, group, kind, acting)
@@ -289,6 +312,7 @@ class StageOptimizer:
                 beta1=float(beta1),
                 beta2=float(beta2),
                 eps=float(group["eps"]),
+                # in Python's floats, as torch computes it
                 step_size=lr / (1 - beta1**count),
                 root=(1 - beta2**count) ** 0.5,
             )
@@ -347,5 +371,6 @@ class StageOptimizer:
     def count_bytes(self) -> int:
         """Count the bytes of the state, with the step counts that a checkpoint has."""
         arrays = sum(a.nbytes for state in self.states for a in state.values())
+        # torch stores a count as a float32
         counts = 4 * sum(kind != "sgd" for _, kind in self._groups)
         return arrays + counts

@@ -49,6 +49,7 @@ def _convolution(x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
         shape = [(n - 1) * s - 2 * p + d * (k - 1) + a + 1 for n, k, s, p, d, a in sizes]
         channels = weight.shape[1] * groups
         y = jnp.zeros((x.shape[0], channels, *shape), x.dtype)
+        # a transposed convolution is the transpose of a convolution as a linear map of its input
         y = jax.linear_transpose(convolve, y)(x)[0]
     else:
         y = convolve(x)
@@ -105,9 +106,11 @@ def _max_pool(
     row = np.broadcast_to(rows[:, None, :, None], shape).reshape(*counts, -1)
     column = np.broadcast_to(columns[None, :, None, :], shape).reshape(*counts, -1)
     is_inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    # places in the padding read the edge, and are masked below
     row = row.clip(0, height - 1)
     column = column.clip(0, width - 1)
     windows = x[..., row, column]  # (..., H', W', n)
+    # padding is never the maximum, as in torch
     best = jnp.argmax(jnp.where(is_inside, windows, -jnp.inf), axis=-1, keepdims=True)
     places = jnp.broadcast_to(row * width + column, windows.shape)
     return (
@@ -132,6 +135,7 @@ def _differentiate_max_pool(gradient: Any, x: Any, *settings: Any) -> Any:
     images = math.prod(x.shape[:-2])
     flat = jnp.zeros((images, x.shape[-2] * x.shape[-1]), gradient.dtype)
     places = settings[-1].reshape(images, math.prod(gradient.shape[-2:]))
+    # windows overlap, so that several gradients may fall on one place
     at = flat.at[np.arange(images)[:, None], places]
     return at.add(gradient.reshape(places.shape)).reshape(x.shape)
 
@@ -151,9 +155,11 @@ def _average_pool(
     for i, n in zip((0, -1), x.shape[-2:]):
         k, s, p = size[i], (stride or size)[i], padding[i]
         count = _count_windows(n, k, s, p, 1, ceil_mode)
+        # negative where a stride leaves out the last elements, which `lax.pad` then cuts off
         pads.append((p, (count - 1) * s + k - n - p, 0))
         strides.append(s)
         begins = np.arange(count) * s - p
+        # torch counts the padding, but not what ceil_mode adds behind it
         ends = np.minimum(begins + k, n + p)
         if not count_include_pad:
             begins, ends = begins.clip(0), ends.clip(None, n)

@@ -7,7 +7,7 @@ docs/traces.md explains each figure.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Sequence
 
 from ipu_pipe.files import parse_path
 from ipu_pipe.model.timing import combine_spreads
@@ -29,6 +29,7 @@ from ipu_pipe.report.analysis.stages import (
 )
 from ipu_pipe.report.analysis.text import ALL_IPUS, WHY_NOT_BY_IPU, Analysis
 from ipu_pipe.trace.events import Trace
+from ipu_pipe.trace.json_records import Report
 from ipu_pipe.trace.reading import read_trace
 from ipu_pipe.trace.tables import make_counter_frame, make_event_frame, make_frame
 
@@ -49,6 +50,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         for row in stages:
             row.update(noise=None, spread=spreads.get(row["index"]))
     links = measure_links(events, has_latencies=run.messages_end_late is None)
+    # an evaluation or a checkpoint would count as a bubble
     training_ns = sum(end - begin - device["outside_ns"] for device in devices)
     utilization = (
         sum(device["busy_ns"] for device in devices) / training_ns if training_ns else None
@@ -95,6 +97,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "tracepoints": trace.metadata.get("tracepoints", []),
         "notes": [*trace.notes],
     }
+    # last, because it weighs all other figures
     analysis["bottleneck"] = find_bottleneck(
         analysis, loads, find_best_move(run, stages, links), run
     )
@@ -102,11 +105,14 @@ def analyze(trace: Trace, source: str) -> Analysis:
     return analysis
 
 
-def read_and_analyze(run: str | Path, passes: str | None = None) -> tuple[Trace, Analysis]:
+def read_and_analyze(
+    run: str | Path, passes: str | Sequence[str] = (), report: Report = None
+) -> tuple[Trace, Analysis]:
     """Return a run's trace and its figures; `run`: the run's folder, or a trace that
-    `tools/analyze.py` reads; `passes`: a pattern for the names of a profiler's ranges.
+    `tools/analyze.py` reads; `passes`: patterns for the names of a profiler's ranges; `report`: takes
+    lines about progress.
     """
-    trace = read_trace(parse_path(run, "analyze: run"), passes)
+    trace = read_trace(parse_path(run, "analyze: run"), passes, report)
     return trace, analyze(trace, str(run))
 
 
@@ -133,12 +139,12 @@ class RunAnalysis(Dict[str, Any]):
         return frames
 
 
-def analyze_run(run: str | Path, passes: str | None = None) -> RunAnalysis:
+def analyze_run(run: str | Path, passes: str | Sequence[str] = ()) -> RunAnalysis:
     """Return the figures of a run's trace, as `tools/analyze.py --json` prints them; their method
     `make_frames` returns data frames.
 
-    `run`: the run's folder, or a trace; `passes`: a pattern for the names of a profiler's ranges.
-    Raise `BadInput` if it cannot be read.
+    `run`: the run's folder, or a trace; `passes`: one or several patterns for the names of a
+    profiler's ranges and functions. Raise `BadInput` if it cannot be read.
     """
     trace, figures = read_and_analyze(run, passes)
     return RunAnalysis(figures, trace)

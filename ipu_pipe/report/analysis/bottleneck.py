@@ -3,6 +3,8 @@
 The bottleneck is the first of these of which the condition holds:
 
     outside         evaluation, checkpoints and pauses take more than half of the span on a device
+    data            a device waits for its batches longer than any device computes
+    host            nothing that is recorded accounts for more than half of the span on a device that the others wait for
     link            a link is busy longer for a microbatch than any device computes for one
     communication   all devices together, and the slowest one, spend more time on messages alone than on computing
     stage           otherwise: the stage of the device that computes longest for a microbatch
@@ -22,7 +24,7 @@ stage 1 takes 2 ms for the unit d:
 from __future__ import annotations
 
 from itertools import product
-from typing import Callable, Iterator, Mapping, NamedTuple, Sequence
+from typing import Callable, Collection, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,11 +43,18 @@ from ipu_pipe.schedule.timelines import make_schedule
 STAGE = "stage"
 LINK = "link"
 COMMUNICATION = "communication"
+DATA = "data"
+UNRECORDED = "host"
 OUTSIDE = "outside"
 # stages whose times differ by no larger share count as equal
 EVEN = 0.05
 # the share of the span that stragglers must lose to be reported
 NOTABLE = 0.05
+# the share by which a replica must be slower than the others to be reported
+NOTABLE_REPLICA = 0.25
+# messages on one host that take longer, at fewer bytes a second, are late for another reason
+SLOWEST_MESSAGE_NS = 1_000_000
+SLOWEST_COPY = 50_000_000
 # the least gain for which another boundary is advised
 WORTHWHILE = 0.02
 
@@ -74,6 +83,7 @@ def find_bottleneck(
     busy = {device["index"]: device["busy_ns"] for device in analysis["devices"]}
     # without times for a microbatch the devices are compared by all that they computed
     by_device = loads or {device: float(ns) for device, ns in busy.items()}
+    # devices with equal loads, such as replicas, are told apart by all that they computed
     slowest = max(by_device, key=lambda device: (by_device[device], busy[device]), default=-1)
     if not by_device or not busy[slowest]:
         return None
@@ -82,6 +92,9 @@ def find_bottleneck(
     cause = _find_time_outside(analysis, slowest)
     if cause is None and analysis["devices"][0].get("covers"):
         return None
+    cause = cause or _find_slow_data(analysis, busy[slowest])
+    cause = cause or _find_slow_host(analysis, busy[slowest])
+    starved = _describe_starved(analysis, loads.get(slowest, 0.0), run)
     cause = cause or _find_slow_link(analysis, loads, slowest)
     cause = cause or _find_communication(analysis, slowest, run)
     spreads = measure_device_spreads(analysis["stages"])
@@ -94,13 +107,25 @@ def find_bottleneck(
         others = ", ".join(str(s["index"]) for s in stages if s["index"] not in longest_stages)
         place = f"device {slowest}{on_device}{others and f' (and {others})'}"
         computes = f"{place} computes for {format_time(by_device[slowest])} {unit}"
-        why = "; ".join([computes + _compare(slowest, by_device), *_explain(analysis, slowest)])
-        cause = Cause(slowest, STAGE, why, _advise(analysis, by_device, move, run, "its"))
+        replicas = {device for stage in stages for device in stage["devices"]}
+        # replicas do the same work, so the device is compared with those of other stages
+        others_of = {d: ns for d, ns in by_device.items() if d == slowest or d not in replicas}
+        slower = [*_compare_replicas(busy, slowest, replicas)]
+        further = [*slower, *_explain(analysis, slowest)]
+        why = "; ".join([computes + _compare(slowest, others_of), *further])
+        do = _advise(analysis, by_device, move, run, "its")
+        if slower:
+            do = "find what slows this replica, such as its machine or its data"
+        cause = Cause(slowest, STAGE, why, do)
     elif cause.device != slowest:
         # one subject: the stage of the device that is named
         longest_stages = _find_longest_stages(
             [stage for stage in analysis["stages"] if cause.device in stage["devices"]]
         )
+    if starved and cause.what in (LINK, COMMUNICATION, STAGE):
+        cause = cause._replace(why=f"{cause.why}; {starved}")
+        if cause.what != STAGE:
+            cause = cause._replace(do=f"give each rank a core of its own; else {cause.do}")
     is_one = len(longest_stages) == 1
     return {
         "stage": longest_stages[0] if is_one else None,
@@ -172,6 +197,53 @@ def _find_time_outside(analysis: Analysis, slowest: int) -> Cause | None:
     )
 
 
+def _find_slow_data(analysis: Analysis, busy_ns: int) -> Cause | None:
+    """Return the data loader as the cause if a device waits for it longer than the slowest one
+    computes and than any link is busy.
+    """
+    device = max(analysis["devices"], key=lambda device: device["data_ns"])
+    waited = device["data_ns"]
+    if waited <= max(busy_ns, _find_busiest_ns(analysis)):
+        return None
+    why = (
+        f"device {device['index']} waits for its batches {format_share(waited, analysis['span_ns'])} "
+        f"of the time, and the slowest device computes for {format_share(busy_ns, analysis['span_ns'])}"
+    )
+    return Cause(
+        device["index"],
+        DATA,
+        why,
+        "load batches ahead: more workers, or data that is prepared once",
+    )
+
+
+def _find_slow_host(analysis: Analysis, busy_ns: int) -> Cause | None:
+    """Return what the host does without a record of it as the cause, if it takes more than half of
+    the span on one of several devices, and another device waits for that one as long.
+    """
+    span = analysis["span_ns"]
+
+    devices = analysis["devices"]
+    silent_ns, number = max((d["idle_in"][HOST] + d["ramp_up_ns"], d["index"]) for d in devices)
+    waited_ns = max(device["waits_for"].get(str(number), 0) for device in devices)
+    if 2 * min(silent_ns, waited_ns) <= span or silent_ns <= max(
+        busy_ns, _find_busiest_ns(analysis)
+    ):
+        return None
+    why = (
+        f"no event accounts for {format_share(silent_ns, span)} of device {number}'s time, "
+        f"in which others wait for it: its host loads data, writes logs or does other work that is "
+        f"not recorded"
+    )
+    do = "load batches ahead and log less often; a range around each part of the loop would name it"
+    return Cause(number, UNRECORDED, why, do)
+
+
+def _find_busiest_ns(analysis: Analysis) -> int:
+    """Return how long the busiest link is busy."""
+    return max((link["busy_ns"] for link in analysis["links"]), default=0)
+
+
 def _find_slow_link(analysis: Analysis, loads: dict[int, float], slowest: int) -> Cause | None:
     """Return the busiest link as the cause if a microbatch's messages take longer than its passes
     on the slowest device.
@@ -221,6 +293,26 @@ def _find_communication(analysis: Analysis, slowest: int, run: RunMetadata) -> C
     return Cause(talking["index"], COMMUNICATION, why, do)
 
 
+def _describe_starved(analysis: Analysis, load_ns: float, run: RunMetadata) -> str:
+    """Return the sentence that a message on one host takes far longer than a copy of its bytes,
+    if that is a notable part of a microbatch's compute; "" if not.
+    """
+    link = max(analysis["links"], key=lambda link: link["busy_ns"], default=None)
+    if link is None or run.hosts != 1 or not run.messages_end_late:
+        return ""
+    took = link["busy_ns"] / link["messages"]
+    size = link["bytes"] / link["messages"] if link["bytes"] is not None else None
+    is_fast = size is not None and size * 1e9 > SLOWEST_COPY * took
+    if is_fast or took < SLOWEST_MESSAGE_NS or took < load_ns / 4:
+        return ""
+    message = "a message" if size is None else f"a message of {size:,.0f} bytes"
+    return (
+        f"{message} takes {format_time(took)} on one host"
+        f"{', where it needs microseconds' if size is not None else ''}: unless it is large, ranks "
+        f"share cores, or the receiver is late"
+    )
+
+
 def _compare(slowest: int, loads: Mapping[int, float]) -> str:
     """Compare the load of the slowest device with the other devices' loads."""
     others = [load for device, load in loads.items() if device != slowest]
@@ -232,10 +324,24 @@ def _compare(slowest: int, loads: Mapping[int, float]) -> str:
     return f", {loads[slowest] / mean:.3g} times the mean of the others ({format_time(mean)})"
 
 
+def _compare_replicas(
+    busy: Mapping[int, int], slowest: int, replicas: Collection[int]
+) -> Iterator[str]:
+    """Yield that a device computes longer than the devices with the same stages, if it does."""
+    others = [busy[device] for device in replicas if device != slowest]
+    mean = sum(others) / len(others) if others else 0.0
+    if mean and busy[slowest] > (1 + NOTABLE_REPLICA) * mean:
+        yield (
+            f"it computes {busy[slowest] / mean:.3g} times as long as the replicas of its stage "
+            f"(device{_list_words(sorted(set(replicas) - {slowest}))})"
+        )
+
+
 def _explain(analysis: Analysis, slowest: int | None) -> Iterator[str]:
     """Yield further findings about a run whose bottleneck is the device `slowest`, if it is one."""
     devices = analysis["devices"]
     span = analysis["span_ns"]
+    # the keys are texts, as JSON has them
     waiting = max(devices, key=lambda device: device["waits_for"].get(str(slowest), 0))
     waited = waiting["waits_for"].get(str(slowest))
     if waited:
@@ -360,6 +466,7 @@ class Measured(NamedTuple):
             unit_times.append(
                 np.where(
                     sums > 0,
+                    # NumPy computes both branches, and would warn of a division by 0
                     time[stage] * work / np.where(sums > 0, sums, 1.0),
                     time[stage] / counts,
                 )
@@ -385,6 +492,7 @@ class Measured(NamedTuple):
         estimate = [np.add.reduceat(times, starts) for times in self.estimate_unit_times()]
         yield estimate
         new_stage = np.searchsorted(starts, np.arange(len(self.stage_of_unit)), side="right") - 1
+        # each is played twice, which takes time, and errors of short stages hardly matter
         longest = np.argsort(-(estimate[0] + estimate[1]))[:MOST_VARIED]
         for stage, factor in product(longest, (ratio, 1 / ratio)):
             scale = np.where(new_stage == stage, factor, 1.0)

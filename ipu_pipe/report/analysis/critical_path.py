@@ -144,6 +144,7 @@ def _make_key(events: Events, index: int) -> tuple[int, int, int, int]:
 
 def _index_sends(events: Events) -> dict[tuple[int, int, int, int], int]:
     """Return the end of each send by its devices, payload and microbatch; the first of several."""
+    # reversed, so that of several the first one stays in the dict
     sends = np.flatnonzero(events.is_kind("send") & (events.peer >= 0))[::-1]
     columns = (events.device, events.peer, events.carries, events.microbatch, events.end)
     rows = zip(*(column[sends].tolist() for column in columns))
@@ -186,6 +187,7 @@ def measure_critical_path(events: Events, metadata: dict[str, Any]) -> Row | Non
             last["duration_ns"] += took
         else:
             rows.append(row)
+    # the shares of a trace of no length are 0 instead of an error
     span = end - begin or 1
     return {
         "stages": [
@@ -278,6 +280,7 @@ def _play(events: Events, metadata: dict[str, Any], keys: Sequence[int]) -> NDAr
         if is_wait[index]:
             # a wait is over when its message has come: the need of the event after it
             waited[device] = waited.get(device, 0) + originals[index] - start
+            # a key below 0 is a device: the needs of all its waits, until its next event
             needs.setdefault(-1 - device, []).extend(needs.pop(index, []))
             continue
         # the first event of a device begins by itself after what it waits for

@@ -26,6 +26,7 @@ from ipu_pipe.trace.events import (
     KINDS,
     MEMORY,
     OUTSIDE,
+    PAYLOAD_CODE,
     PAYLOADS,
     WAIT,
     Counters,
@@ -76,23 +77,24 @@ def _measure_device(
     count = len(events.start)
     is_pass = group == 0
     first, last = find_span(events.select(is_pass)) if is_pass.any() else span
+    # first and last are edges, too, so that no piece reaches across them
     edges, place = np.unique(
         np.concatenate([events.start, events.end, [first, last]]), return_inverse=True
     )
     lengths = np.diff(edges)
 
-    def find_pieces(which: int) -> NDArray[np.bool_]:
-        """Return a mask of the pieces that events of a group cover."""
+    def find_pieces(chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return a mask of the pieces that chosen events cover."""
         begins, ends = (
-            np.bincount(at[group == which], minlength=len(edges))
-            for at in (place[:count], place[count:-2])
+            np.bincount(at[chosen], minlength=len(edges)) for at in (place[:count], place[count:-2])
         )
         return np.cumsum(begins - ends)[:-1] > 0
 
     def measure(pieces: NDArray[np.bool_]) -> int:
         return int(lengths[pieces].sum())
 
-    compute, messages, waits, *outside = map(find_pieces, range(len(_GROUPS)))
+    compute, messages, waits, *outside = (find_pieces(group == g) for g in range(len(_GROUPS)))
+    for_data = find_pieces((group == 2) & (events.carries == PAYLOAD_CODE["data"]))
     is_inside = (edges[:-1] >= first) & (edges[1:] <= last)
     worked = compute | messages
     idle = is_inside & ~worked & ~waits
@@ -116,6 +118,7 @@ def _measure_device(
         "ramp_up_ns": first - span[0],
         "ramp_down_ns": span[1] - last,
         "idle_ns": idle_ns,
+        "data_ns": measure(for_data & ~worked),
         "waits_for": {str(who) if who >= 0 else "unknown": ns for who, ns in waits_for.items()},
         "idle_in": idle_in,
         "outside_ns": outside_ns,
@@ -136,6 +139,7 @@ def _divide_waits(
     for.
     """
     waits = waits.select(np.argsort(waits.start, kind="stable"))
+    # the first place whose reach is past a moment is the running wait that began first
     reach = np.maximum.accumulate(waits.end)
     peer = waits.peer[np.searchsorted(reach, edges[:-1][pieces], side="right")]
     lengths = np.diff(edges)[pieces]
@@ -185,6 +189,7 @@ def _measure_device_memory(
     places_of = {}
     for category, name in {**MEMORY, "allocated": ALLOCATED}.items():
         places_of[category] = places = np.flatnonzero(counters.name == name)
+        # categories have values at different times, so their sum is that of their changes
         change[places] = np.diff(counters.value[places], prepend=0.0)
     # the sum of all changes at the same time
     is_last = np.append(counters.time[1:] != counters.time[:-1], True)
@@ -240,22 +245,31 @@ Row = Dict[str, Any]
 
 def measure_links(events: Events, has_latencies: bool = True) -> list[Row]:
     """Return the analysis's rows of links, one for each direction between two devices and each
-    payload, from the messages. `has_latencies`: the waits of the trace last until their messages
-    have arrived.
+    payload, from the messages. A link is busy for its sends or its receives, whichever is longer: a
+    send may be through before its message is. `has_latencies`: the waits of the trace last until
+    their messages have arrived.
     """
     sends = events.select(events.is_kind("send") & (events.peer >= 0))
+    recvs = events.select(events.is_kind("recv") & (events.peer >= 0))
     waits = events.select(events.is_kind(WAIT) & (events.peer >= 0) & has_latencies)
     if not len(sends.start):
         return []
     # Both ends of a direction and payload get the same number.
     devices = 1 + int(
         max(
-            column.max(initial=0) for column in (sends.device, sends.peer, waits.device, waits.peer)
+            column.max(initial=0)
+            for part in (sends, recvs, waits)
+            for column in (part.device, part.peer)
         )
     )
     wide = np.int64(devices) * len(PAYLOADS)
     link_of_send = sends.device * wide + sends.peer.astype(np.int64) * len(PAYLOADS) + sends.carries
-    link_of_wait = waits.peer * wide + waits.device.astype(np.int64) * len(PAYLOADS) + waits.carries
+    link_of_wait, link_of_recv = (
+        part.peer * wide + part.device.astype(np.int64) * len(PAYLOADS) + part.carries
+        for part in (waits, recvs)
+    )
+    took = recvs.end - recvs.start
+    received = {number: int(took[at].sum()) for number, at in group_indices(link_of_recv)}
     links, link = np.unique(link_of_send, return_inverse=True)
     place = np.searchsorted(links, link_of_wait)
     known = (place < len(links)) & (links[np.minimum(place, len(links) - 1)] == link_of_wait)
@@ -263,9 +277,14 @@ def measure_links(events: Events, has_latencies: bool = True) -> list[Row]:
     rows = []
     for number, places in group_indices(link):
         source, target = divmod(int(links[number]), int(wide))
-        rows.append(
-            _add_up(sends.select(places), source, target // len(PAYLOADS), latencies.get(number))
+        row = _add_up(
+            sends.select(places),
+            source,
+            target // len(PAYLOADS),
+            latencies.get(number),
+            received.get(int(links[number]), 0),
         )
+        rows.append(row)
     return rows
 
 
@@ -277,6 +296,7 @@ def _measure_latencies(
     microbatch. Messages that share both do not count.
     """
     send_keys, wait_keys = (
+        # + 1, because an unknown microbatch, -1, would borrow from the bits of the link
         (number.astype(np.int64) << 32) + microbatch + 1
         for number, microbatch in ((link, sends.microbatch), (link_of_wait, waits.microbatch))
     )
@@ -300,10 +320,10 @@ def _measure_latencies(
     }
 
 
-def _add_up(events: Events, source: int, target: int, latency: Row | None) -> Row:
+def _add_up(events: Events, source: int, target: int, latency: Row | None, received_ns: int) -> Row:
     size = int(events.bytes.sum()) if (events.bytes >= 0).all() else None
     microbatches = len(np.unique(events.microbatch[events.microbatch >= 0]))
-    busy_ns = int((events.end - events.start).sum())
+    busy_ns = max(int((events.end - events.start).sum()), received_ns)
     return {
         "src": source,
         "dst": target,

@@ -51,6 +51,8 @@ class RunMetadata(BaseModel):
     # of other tools: why waits are not told from messages, and whether these end when waited for
     why_no_waits: Optional[str] = None
     messages_end_late: Optional[bool] = None
+    # of other tools: the number of machines
+    hosts: Optional[Count] = None
     # of other tools: the ranks of the run, of which the trace may have fewer
     ranks: Optional[Count] = None
     # how far the modelled times of each stage may be off by chance, as a share of them; traces
@@ -126,6 +128,7 @@ def validate_metadata(source: str, metadata: Mapping[str, Any]) -> RunMetadata:
     try:
         run = RunMetadata.model_validate(dict(metadata))
     except ValidationError as error:
+        # one line for a key, though each entry of a list may have a fault
         faults = {
             str(fault["loc"][0]): f"{show(fault['input'])}: {fault['msg']}"
             for fault in error.errors()

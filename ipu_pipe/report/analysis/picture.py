@@ -100,6 +100,7 @@ def _format_title(analysis: dict[str, Any], window: Window) -> str:
         f"({describe_origin(analysis)})\n"
         f"{describe_busy(analysis)}"
     )
+    # matplotlib takes text between dollars for mathematics
     return escape_lines(title).replace("$", r"\$")
 
 
@@ -121,6 +122,7 @@ def _draw_devices(
                 style = {"facecolor": COLOURS[kind][0], "edgecolor": "white"}
                 if kind == WAIT:
                     style.update(hatch="////", edgecolor=COLOURS["wait line"][0])
+                # a second label would be a second entry in the legend
                 label = None if kind in labelled else kind
                 axes.broken_barh(
                     ranges, (rows[device] + bottom, height), linewidth=0.3, label=label, **style
@@ -134,6 +136,7 @@ def _draw_devices(
             "clip_on": True,
         }
         for event in events.select(events.is_kind(*_NUMBERED)).rows():
+            # a narrower bar cannot hold its number
             is_wide = event.end_ns - event.start_ns > (window[1] - window[0]) / 90
             if is_wide and event.device in rows and event.microbatch >= 0:
                 number = f"{event.microbatch}" + f"@{event.stage}" * (event.device in shared)
@@ -145,8 +148,10 @@ def _draw_devices(
                     color=ink,
                     **text_style,
                 )
+    # matplotlib warns of equal limits, which a trace of no length would have
     axes.set_xlim(window[0] / scale, max(window[1] / scale, 1e-9))
     axes.set_ylim(len(devices) - 0.45, -0.55)
+    # more names would overlap
     step = -(-len(devices) // 24)
     names = [_label_device(device) for device in devices[::step]]
     axes.set_yticks(range(0, len(devices), step), names, fontsize=8)

@@ -113,6 +113,7 @@ def join_pieces(events: Events) -> tuple[Events, NDArray[np.int64]]:
     goes_on = is_pass[order]
     for column in (ordered.device, ordered.stage, ordered.kind, ordered.microbatch):
         goes_on[1:] &= column[1:] == column[:-1]
+    # a slice, because there may be no event at all
     goes_on[:1] = False
     first = np.flatnonzero(~goes_on)
     if len(first) == len(order):

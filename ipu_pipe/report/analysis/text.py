@@ -66,6 +66,7 @@ def format_time(ns: float | None) -> str:
         if abs(ns) >= 10**power:
             return (
                 f"{ns / 10**power:.3g} {unit}"
+                # three digits of more than 1000 s would be written with an exponent
                 if abs(ns) < 10 ** (power + 3)
                 else f"{ns / 10**power:,.0f} {unit}"
             )
@@ -121,6 +122,7 @@ def format_analysis(analysis: Analysis) -> str:
         *(form(analysis) for form in tables),
     ]
     blocks.append([f"note: {note}" for note in analysis["notes"]])
+    # names in a trace are not ours, and may have characters that a terminal obeys
     return escape_lines("\n\n".join("\n".join(block) for block in blocks if block))
 
 
@@ -128,8 +130,15 @@ def format_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0, most: int = MOST_ROWS
 ) -> list[str]:
     """Format rows as lines, of many the first `most`; the first `left` columns are aligned to the
-    left, the others to the right. Return nothing for no rows."""
-    shown = [head, *rows[:most]] if rows else []
+    left, the others to the right, and left out where no row has a value. Return nothing for no
+    rows.
+    """
+    columns = [
+        (name, *column)
+        for place, (name, *column) in enumerate(zip(head, *rows))
+        if place < left or {*column} - {"-"}
+    ]
+    shown = [*zip(*columns)][: most + 1] if rows else []
     widths = [max(map(len, column)) for column in zip(*shown)]
     lines = []
     for row in shown:
@@ -192,13 +201,7 @@ def _format_answer(analysis: Analysis) -> list[str]:
         ]
     if worst is None:
         return ["no device computes anything"]
-    device = "not known" if worst["device"] is None else f"device {worst['device']}"
-    place = {
-        "stage": f"stage {worst['stage']} on {device}" if worst["stage"] is not None else device,
-        "link": f"the link from {device}",
-        "communication": "communication",
-        "outside": "time outside of training",
-    }[worst["what"]]
+    place = _name_bottleneck(worst)
     why = "\n       ".join(worst["why"].split("; "))
     lines = [f"Bottleneck: {place}", f"  why: {why}", f"  do:  {worst['do']}"]
     if busy:
@@ -209,6 +212,18 @@ def _format_answer(analysis: Analysis) -> list[str]:
             f"Of the communication, {format_percent(overlap['share'])} overlaps with compute"
         )
     return lines
+
+
+def _name_bottleneck(worst: Row) -> str:
+    device = "not known" if worst["device"] is None else f"device {worst['device']}"
+    return {
+        "stage": f"stage {worst['stage']} on {device}" if worst["stage"] is not None else device,
+        "link": f"the link from {device}",
+        "communication": "communication",
+        "data": f"the data of {device}",
+        "host": f"the host of {device}",
+        "outside": "time outside of training",
+    }[worst["what"]]
 
 
 def _format_path(analysis: Analysis) -> list[str]:
@@ -222,6 +237,7 @@ def _format_path(analysis: Analysis) -> list[str]:
     parts += [(f"link {row['src']} -> {row['dst']}", row["share"]) for row in path["links"]]
     parts = sorted(parts, key=lambda part: -part[1])[:4]
     left = 1 - sum(share for _, share in parts)
+    # less would be printed as 0.0%
     rest = f", other {left:.1%}" if left > 0.0005 else ""
     lines = [
         "Critical path: "
@@ -279,16 +295,8 @@ def _format_stages(analysis: Analysis) -> list[str]:
                 format_time((stale.get("time_ns") or {}).get("median")),
             ]
         )
-    optional = {**HALVES, "spread": "spread"}
-    hidden = [
-        name for name, key in optional.items() if all(s[key] is None for s in analysis["stages"])
-    ]
-    table = [
-        [cell for cell, name in zip(row, STAGE_HEAD) if name not in hidden]
-        for row in (STAGE_HEAD, *rows)
-    ]
     return format_table(
-        table[0], table[1:] if any(s["microbatches"] for s in analysis["stages"]) else []
+        STAGE_HEAD, rows if any(s["microbatches"] for s in analysis["stages"]) else []
     )
 
 
@@ -367,7 +375,9 @@ def list_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     elif isinstance(value, dict):
         for key, inner in value.items():
             skipped = key in NOT_COMPARED and isinstance(inner, (list, dict))
+            # it is in the name of the row already
             identifies = key in IDENTIFYING and name.endswith("]")
+            # two traces have no common clock, so their begins cannot be compared
             if key != "begin_ns" and not skipped and not identifies:
                 yield from list_numbers(inner, f"{name}.{key}" if name else str(key))
     else:
@@ -397,8 +407,8 @@ def compute_differences(analysis: Analysis, other: Analysis) -> list[Row]:
 def format_comparison(
     analysis: Analysis, other: Analysis, settings: Sequence[str] | None = None
 ) -> str:
-    """Format the main figures of two analyses side by side: span, bubble, and each stage's time per
-    microbatch.
+    """Format the main figures of two analyses side by side: bottleneck, span, bubble, and each
+    stage's time per microbatch.
 
     `settings`: the config keys that differ, with both values, or None if they are not known.
     """
@@ -414,7 +424,9 @@ def format_comparison(
         lines.append(
             f"different settings (this | other): {list_some(settings, MOST_ROWS) or 'none'}"
         )
+    worst = [figures["bottleneck"] for figures in (analysis, other)]
     rows = [
+        ["bottleneck", *("-" if one is None else _name_bottleneck(one) for one in worst), ""],
         _compare_times("span", analysis["span_ns"], other["span_ns"], (analysis, other)),
         _compare_bubbles(analysis, other),
     ]
@@ -436,6 +448,7 @@ def format_comparison(
     ]
     change = f"{peaks[0] / peaks[1] - 1:+.1%}" if peaks[0] is not None and peaks[1] else "-"
     rows.append(["greatest memory peak", *map(_format_size, peaks), change])
+    rows = [row for row in rows if {*row[1:]} - {"-", ""}]
     lines += format_table(("", "this", "other", "this - other"), rows, left=1)
     return escape_lines("\n".join(lines))
 
@@ -452,6 +465,7 @@ def _compare_rows(
         other = other_times.get(label, {})
         time = row.get(key)
         other_time = other.get(key)
+        # a row that one trace alone has comes first
         difference = float("inf")
         if time is not None and other_time is not None:
             difference = abs(time - other_time)
@@ -480,6 +494,7 @@ def _compare_times(
         difference = f"{change:+.1%}"
         doubts = [doubt for doubt in map(_get_doubt, rows) if doubt is not None]
         if len(doubts) == len(rows):
+            # errors that are independent add by their squares
             difference += _describe_doubt(rows, abs(change), math.hypot(*doubts))
     return [name, format_time(time), format_time(other), difference]
 
@@ -493,6 +508,7 @@ def _compare_bubbles(analysis: Analysis, other: Analysis) -> list[str]:
         points = f"{100 * change:+.1f} points"
         spreads = analysis["spread"], other["spread"]
         if None not in spreads:
+            # the spread is of the busy share, and the bubble is the rest
             doubts = [(1 - bubble) * spread for bubble, spread in zip(bubbles, spreads)]
             points += _describe_doubt((analysis, other), abs(change), math.hypot(*doubts))
     return ["bubble", *map(format_percent, bubbles), points]

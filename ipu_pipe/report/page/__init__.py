@@ -73,6 +73,7 @@ def embed_trace(trace: Trace, analysis: dict[str, Any]) -> dict[str, Any]:
         data["window_ns"] = [int(events.start[0]), int(events.start[-1])]
     columns = {
         **events._asdict(),
+        # differences of sorted times fit narrower types and compress better
         "start": np.diff(events.start, prepend=0),
         "end": events.end - events.start,
     }
@@ -142,6 +143,7 @@ def _build_overview(events: Events, span: int) -> list[dict[str, Any]]:
             chosen = of_device.kind == code
             start = of_device.start[chosen]
             end = np.sort(of_device.end[chosen])
+            # the integral of the events begun minus those ended, without a loop over events
             share = np.diff(_sum_distances(edges, start) - _sum_distances(edges, end)) / max(
                 span / OVERVIEW_BINS, 1
             )
@@ -153,6 +155,7 @@ def _build_overview(events: Events, span: int) -> list[dict[str, Any]]:
 def _sum_distances(edges: NDArray[np.float64], moments: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return for each edge the sum of its distances to all moments before it."""
     before = np.searchsorted(moments, edges)
+    # a sum of very many late times would overflow an int64
     return before * edges - np.concatenate([[0.0], np.cumsum(moments, dtype=np.float64)])[before]
 
 
@@ -169,6 +172,7 @@ def _thin_curves(counters: Counters, begin: int) -> list[dict[str, Any]]:
             edges = zip(parts[:-1], parts[1:])
             chosen = np.array([low + int(total[low:high].argmax()) for low, high in edges])
         finite = {
+            # JSON has no NaN, which is the one value that differs from itself
             key: [None if v != v else v for v in column[chosen].tolist()]
             for key, column in values.items()
         }
@@ -183,8 +187,17 @@ def _thin_curves(counters: Counters, begin: int) -> list[dict[str, Any]]:
     return curves[:MOST_CURVES]
 
 
-# the page's style and scripts, in this order
-_PARTS = ("page.css", "data.js", "timeline.js", "figures.js", "page.js")
+# the page's scripts, in this order
+_SCRIPTS = ("data.js", "timeline.js", "figures.js", "page.js")
+
+
+def read_style() -> str:
+    """Return the style sheet of pages, with the colours on a light and on a dark ground."""
+    style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+    for number, ground in enumerate(("light", "dark")):
+        colours = [f"--{kind.replace(' ', '-')}: {pair[number]};" for kind, pair in COLOURS.items()]
+        style = style.replace(f"/* colours on {ground} */", " ".join(colours), 1)
+    return style
 
 
 def write_page(
@@ -209,20 +222,19 @@ def write_page(
     data = data.replace("<", "\\u003c")
     here = Path(__file__).parent
     text = (here / "page.html").read_text(encoding="utf-8")
-    for part in _PARTS:
+    text = text.replace("/* page.css */", read_style(), 1)
+    for part in _SCRIPTS:
         text = text.replace(f"/* {part} */", (here / part).read_text(encoding="utf-8"), 1)
-    for number, ground in enumerate(("light", "dark")):
-        colours = [f"--{kind.replace(' ', '-')}: {pair[number]};" for kind, pair in COLOURS.items()]
-        text = text.replace(f"/* colours on {ground} */", " ".join(colours), 1)
     # the browser runs and applies only what has these hashes, so nothing that a fault of ours would
     # let into the page
     for tag in ("script", "style"):
-        text = text.replace(f"/* hash of {tag} */", _hash_element(text, tag), 1)
+        text = text.replace(f"/* hash of {tag} */", hash_element(text, tag), 1)
+    # last, because a name in the data may look like one of the marks above
     before, after = text.split("/* data */")
     write_text(path, before + data + after)
 
 
-def _hash_element(page: str, tag: str) -> str:
+def hash_element(page: str, tag: str) -> str:
     """Return the hash of the one inline element of this tag, as a content security policy has
     it.
     """

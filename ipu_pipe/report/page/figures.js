@@ -21,9 +21,11 @@ const stageName = (analysis, index) => {
 // A device's name, with what it covers where that is more than one device.
 const deviceName = device => `device ${device.index}` + (device.covers ? ` (${device.covers})` : "");
 
-// A table; `text`: which columns hold words, to the left.
+// A table without the columns of which nothing is known; `text`: which columns hold words, to the left.
 function table(caption, heads, rows, {text = [0], wide = true} = {}) {
-  const left = place => text.includes(place) ? "text" : null;
+  const says = heads.map((_, k) => !k || rows.some(row => row[k] !== "not known")), places = heads.map((_, k) => k).filter(k => says[k]);
+  const left = place => text.includes(places[place]) ? "text" : null, choose = cells => cells.filter((_, k) => says[k]);
+  [heads, rows] = [choose(heads), rows.map(choose)];
   return make("table", {class: wide ? "wide" : null}, make("caption", {}, caption),
     make("thead", {}, make("tr", {}, ...heads.map((head, k) => make("th", {scope: "col", class: left(k)}, head)))),
     make("tbody", {}, ...rows.map(row => make("tr", {}, ...row.map((cell, k) => cell instanceof HTMLTableCellElement ? cell
@@ -42,6 +44,7 @@ function answer(analysis, measured) {
   if (worst) {
     const onDevice = known(worst.device) ? ` on device ${worst.device}` : "";
     const where = worst.what === "link" ? `the link from device ${worst.device}` : worst.what === "communication" ? "communication"
+      : worst.what === "data" || worst.what === "host" ? `the ${worst.what} of device ${worst.device}`
       : worst.what === "outside" ? "evaluation, checkpoints and pauses"
       : known(worst.stage) ? stageName(analysis, worst.stage) + onDevice : known(worst.device) ? `device ${worst.device}` : "not known";
     at.append(make("p", {class: "lead", id: "bottleneck"}, make("b", {}, capital(where)), worst.why ? `: ${worst.why}` : "", " ", badge(measured)));
@@ -67,7 +70,7 @@ function answer(analysis, measured) {
     ["Communication under compute", percent(overlap.share), measured],
     ["Greatest memory" + (peak ? `, device ${peak.device}` : ""), peak ? bytes(peak.peak_bytes) : "not known", measured],
   ];
-  at.append(make("div", {class: "tiles"}, ...tiles.map(([what, value, origin]) =>
+  at.append(make("div", {class: "tiles"}, ...tiles.filter(([, value]) => value !== "not known").map(([what, value, origin]) =>
     make("div", {class: "tile"}, make("span", {class: "what"}, what), make("b", {}, value), badge(origin)))));
 }
 
@@ -83,7 +86,7 @@ function criticalPath(analysis, measured) {
   const shares = [...list(path.stages).map(row => [`stage ${row.stage}`, row]), ...list(path.links).map(row => [`link ${row.src} \u2192 ${row.dst}`, row]),
     ...list(path.kinds).map(row => [row.kind, row])];
   const saves = list(path.what_if).slice(0, 8).map(row => [`${row.kind} of stage ${row.stage}`, percent(row.shorter), duration(row.saves_ns), percent(row.share)]);
-  section("critical-path", "Critical path", measured, make("p", {class: "hint"}, "The chain of passes and messages that decides the span: shortening anything else saves nothing. In the timeline a line runs along it."), strip,
+  section("critical-path", "Critical path", measured, make("p", {class: "hint"}, "The chain of passes and messages that decides the span: shortening anything else saves nothing. In the timeline a line runs along it." + (path.count > path.pieces.length ? ` The picture has the first ${path.pieces.length.toLocaleString("en-US")} of its ${path.count.toLocaleString("en-US")} pieces, the table all.` : "")), strip,
     make("div", {class: "scroll"}, table("Its time by stage, link and kind", ["Part", "time", "share of the span"], shares.map(([name, row]) => [name, duration(row.ns), percent(row.share)]))),
     saves.length ? make("div", {class: "scroll"}, table("What shorter passes would save (predicted)", ["Passes", "shorter by", "saves", "of the span"], saves)) : null);
 }
@@ -212,7 +215,8 @@ function stages(analysis, measured) {
     ]))) : make("p", {class: "note"}, "Not known."));
   const versions = one => one ? `${plain(one.mean)} (at most ${plain(one.greatest)})` : "not known";
   const old = greatest(stale.map(one => (one.forward_versions || {}).mean || 0));
-  section("staleness", "Staleness", measured, stale.length ? make("div", {class: "scroll"}, table(
+  const isKnown = stale.some(one => one.forward_versions || one.backward_versions || one.time_ns);
+  section("staleness", "Staleness", measured, isKnown ? make("div", {class: "scroll"}, table(
     "How many updates older than the newest the weights are that passes read, when their gradient is applied: mean; time from the forward to the end of that update",
     ["Stage", "", "forward reads", "backward reads", "time, median", "time, greatest"], stale.map(one => [
       stageName(analysis, one.stage), meter((one.forward_versions || {}).mean, old, "update"), versions(one.forward_versions), versions(one.backward_versions),

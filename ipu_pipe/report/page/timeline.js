@@ -26,7 +26,7 @@ class Timeline {
     const {trace} = this, talks = new Set(trace.communication.map(kind => trace.kinds.indexOf(kind)));
     const lanes = new Map(trace.devices.map(device => [device, [[], []]])), stages = new Map(trace.devices.map(device => [device, new Set()]));
     for (let i = 0; i < trace.rows; i++) if (trace.stage[i] >= 0) stages.get(trace.device[i]).add(trace.stage[i]);
-    this.shared = new Set(trace.devices.filter(device => stages.get(device).size > 1)); // labels name the stage where a device has several
+    this.shared = new Map([...stages].filter(([, of]) => of.size > 1)); // labels name the stage where a device has several
     for (let i = 0; i < trace.rows; i++) lanes.get(trace.device[i])[talks.has(trace.kind[i]) ? 1 : 0].push(i);
     const made = list => {
       const events = Int32Array.from(list), reach = new Float64Array(list.length);
@@ -130,6 +130,9 @@ class Timeline {
     pen.fillRect(0, top - 3, LEFT, this.rowHeight);
     pen.fillStyle = colour(this.lit === number ? "accent" : "ink");
     if (this.heights[0] >= 10) pen.fillText(this.covers[row.device] || `device ${row.device}`, 8, top + this.heights[0] / 2);
+    if (this.heights[0] < 20 || !this.shared.has(row.device)) return;
+    pen.fillStyle = colour("soft");
+    pen.fillText(`stages ${[...this.shared.get(row.device)].sort((a, b) => a - b).join(", ")}`, 8, top + this.heights[0] + 3, LEFT - 10);
   }
 
   // The critical path: a line above what decides the span, and from row to row where a message does.

@@ -2,8 +2,8 @@
 at equal time.
 
 Comparing at equal samples hides the gain of a pipeline that never drains: it trains on more samples
-in the same time. Time is planned: slots of the schedule, in each of which every stage does one pass, so a run of M
-microbatches takes 2 M / utilization.
+in the same time. Time is planned: the clock of `compare` plays the schedules, with one slot for each pass
+of a stage (`Job.play_updates`).
 
 At equal time a method that drains the pipeline may choose how many microbatches K make an update:
 more leave fewer slots idle but make fewer updates. Several K are run, and the best one counts.
@@ -19,19 +19,21 @@ import math
 from pathlib import Path
 from typing import Any, Mapping, NamedTuple, Sequence
 
+import numpy as np
+
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.config.compare import keep_recorded_choices
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, Divergence
+from ipu_pipe.errors import Divergence
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import open_figure
 from ipu_pipe.report.position import describe_divergence
 from ipu_pipe.report.run_text import format_busy, format_number, format_throughput
+from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.train import check, reserve_folder, train
 from ipu_pipe.schedule.methods import resolve_method
-from ipu_pipe.schedule.timelines import compute_utilization
 from ipu_pipe.store.folder import check_folder, is_restarted
 
 # default multiples of the config's microbatches per update
@@ -41,7 +43,8 @@ Summary = Mapping[str, Any]
 
 class ComparedRun(NamedTuple):
     """A run that has ended; `curve` has (slots, test loss, test accuracy) of each evaluation,
-    `diverged` the words on a run that diverged.
+    `diverged` the words on a run that diverged, `devices` their number by the schedule, 0 for a run
+    that ended so.
     """
 
     method: str
@@ -53,6 +56,7 @@ class ComparedRun(NamedTuple):
     final: Mapping[str, float | None]
     curve: list[tuple[float, float | None, float | None]]
     diverged: str | None = None
+    devices: int = 0
 
 
 def train_against(
@@ -70,14 +74,8 @@ def train_against(
     The other runs are in folders in `out`. Write `against.json` and, if matplotlib is installed,
     `against.png`; return the comparison in words. Raise `BadInput` before the first run starts.
     """
-    for compared in (config, other):
-        if resolve_method(compared.method, compared.method_settings()).order is not None:
-            raise BadInput(
-                f"--against: {compared.method}: unsupported: has several stages per device or split "
-                "backwards, so its slots differ; use a method with one stage per device, or "
-                "tools/collect.py"
-            )
     say = Progress(quiet or not is_main()).say
+    other = match_samples(config, other)
     same_samples_folder = name_folder(out, other.method)
     folders = {
         count: name_folder(out, other.method, count)
@@ -91,19 +89,23 @@ def train_against(
     )
     check(other, same_samples_folder, **starts[same_samples_folder])
     run_on_main(lambda: [check_folder(folder, **starts[folder]) for folder in folders.values()])
+    # the first run may take days, after which the second one must still have its folder
     with reserve_folder(same_samples_folder, **starts[same_samples_folder]):
         summary = train(config, out, resume=resume, overwrite=overwrite, quiet=quiet)
     say(f"\n{other.method} on as many samples:")
+    # measured stages would differ at a second measurement, and so would the two runs
     other = keep_recorded_choices(load_recorded(out / "config.yaml"), other)
     other_summary = train(other, same_samples_folder, quiet=quiet, **starts[same_samples_folder])
     # learning rates that the method advised
     other = keep_recorded_choices(load_recorded(same_samples_folder / "config.yaml"), other)
+    # the recorded config has the stages and rates that the run itself has chosen
     run = read_run(load_recorded(out / "config.yaml"), summary, out)
     same_samples = read_run(other, other_summary, same_samples_folder)
     same_time: list[ComparedRun] = []
+    # a method that is no slower has had its time with the same samples
     if takes_longer(same_samples, run):
         for count, folder in folders.items():
-            fitted = fit_into_time(other, count, summary)
+            fitted = fit_into_time(other, count, summary, run.slots)
             if fitted is not None:
                 say(f"\n{other.method} for as much time, with {count} microbatches per update:")
                 same_time.append(
@@ -120,6 +122,22 @@ def train_against(
     return describe(summary, other_summary, run, same_samples, same_time)
 
 
+def match_samples(config: Config, other: Config) -> Config:
+    """Return the other config with as many updates as take the samples of `config`'s: some methods
+    have batches of their own.
+    """
+    if config.steps is None:
+        return other
+    size, other_size = (build_for_planning(one).global_batch_size for one in (config, other))
+    lr_schedule = other.lr_schedule
+    warmup = math.ceil(lr_schedule.warmup_steps * size / other_size)
+    changes = {
+        "steps": math.ceil(config.steps * size / other_size),
+        "lr_schedule": lr_schedule.model_copy(update={"warmup_steps": warmup}),
+    }
+    return other.model_copy(update=changes)
+
+
 def choose_resume_options(folder: Path, resume: bool, overwrite: bool) -> dict[str, Any]:
     """Return the arguments `resume` and `overwrite` of `train` for the run in a folder.
 
@@ -129,6 +147,7 @@ def choose_resume_options(folder: Path, resume: bool, overwrite: bool) -> dict[s
     restarted = is_restarted(folder)
     return {
         "resume": restarted or (resume and (folder / "config.yaml").exists()),
+        # a launcher repeats the command, which must not delete what the earlier attempt has trained
         "overwrite": overwrite and not restarted,
     }
 
@@ -179,21 +198,23 @@ def choose_accumulations(config: Config, wanted: Sequence[int] = ()) -> list[int
     return [config.gradient_accumulation * factor for factor in times]
 
 
-def fit_into_time(config: Config, accumulate: int, first: Summary) -> Config | None:
+def fit_into_time(config: Config, accumulate: int, first: Summary, slots: float) -> Config | None:
     """Return the other method's config with `accumulate` microbatches per update and as many
-    updates as take the time of the run with the summary `first`.
+    updates as are made within `slots`, the time of the run with the summary `first`.
 
     None if less than two fit, or an epoch holds no such update.
     """
     configured = config.gradient_accumulation
-    slots = count_slots(first)
-    utilization = compute_utilization(
-        resolve_method(config.method, config.method_settings()),
-        first["model"]["stages"],
-        accumulate,
-    )
-    steps = math.floor(slots * utilization / (2 * accumulate) * (1 + 1e-12))
-    if steps < 2 or accumulate > first["updates_per_epoch"] * configured:
+    # a device does two passes for each microbatch
+    most = int(slots) // (2 * accumulate)
+    if most < 2 or accumulate > first["updates_per_epoch"] * configured:
+        return None
+    longest = config.model_copy(update={"gradient_accumulation": accumulate, "steps": most})
+    job = build_for_planning(longest)
+    ends = job.play_updates(None, job.drains, most)
+    # an update that ends just in time must not be lost to rounding
+    steps = int(np.searchsorted(ends, slots * (1 + 1e-12), "right"))
+    if steps < 2:
         return None
     optimizer = config.optimizer
     lr_schedule = config.lr_schedule
@@ -206,18 +227,11 @@ def fit_into_time(config: Config, accumulate: int, first: Summary) -> Config | N
         "milestones": [epoch * share_of_samples for epoch in lr_schedule.milestones],
     }
     changes = {
-        "gradient_accumulation": accumulate,
         "steps": steps,
         "optimizer": optimizer,
         "lr_schedule": lr_schedule.model_copy(update=rate_changes),
     }
-    return config.model_copy(update=changes)
-
-
-def count_slots(summary: Summary) -> float:
-    """Return the length of a run by its schedule, in slots of one pass."""
-    batch = summary["batch"]
-    return 2.0 * summary["steps"] * batch["gradient_accumulation"] / summary["planned_utilization"]
+    return longest.model_copy(update=changes)
 
 
 def takes_longer(run: ComparedRun, other: ComparedRun) -> bool:
@@ -229,13 +243,15 @@ def takes_longer(run: ComparedRun, other: ComparedRun) -> bool:
 
 def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
     """Return a run from its summary and its metrics.jsonl."""
-    slots = count_slots(summary)
     steps = summary["steps"]
+    job = build_for_planning(config)
+    # the first evaluation is before any update
+    slots = [0.0, *job.play_updates(None, job.drains, steps).tolist()]
     # a run of an earlier version has no such key
     diverged_after = summary.get("diverged_after")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [
-        (slots * line["step"] / steps, line["test_loss"], line["test_accuracy"])
+        (slots[line["step"]], line["test_loss"], line["test_accuracy"])
         for line in lines
         if "test_loss" in line
     ]
@@ -245,10 +261,11 @@ def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
         config.optimizer.lr,
         steps,
         summary["samples"],
-        slots,
+        slots[-1],
         summary["final"],
         curve,
         None if diverged_after is None else describe_divergence(diverged_after),
+        len(set(job.placement)),
     )
 
 
@@ -301,6 +318,11 @@ def describe(
         f"{same_samples.method} {same_samples.slots:,.0f}",
         at_equal_time,
     ]
+    if run.devices != same_samples.devices:
+        lines.append(
+            f"  {run.method} has {run.devices} devices, {same_samples.method} "
+            f"{same_samples.devices}"
+        )
     lines += [f"  {one.method}: {one.diverged}" for one in (run, same_samples) if one.diverged]
     for one in same_time:
         rate = "" if one.rate is None else f", rate {one.rate:g}"
@@ -372,6 +394,7 @@ def draw(record: Mapping[str, Any], file: Path) -> None:
     )
     with open_figure(file, (9, 5), title=title, note=note) as (axes,):
         for run in runs:
+            # a run that has diverged has none
             if not run["curve"]:
                 continue
             end = format_number(run["curve"][-1][key], 3)

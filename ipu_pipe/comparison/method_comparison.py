@@ -19,10 +19,11 @@ from typing import Any, Callable, Dict, Mapping, Sequence
 
 from ipu_pipe.backends.ranks import is_distributed, run_on_main
 from ipu_pipe.backends.table import launch
+from ipu_pipe.comparison.trainings import BYTES
 from ipu_pipe.config.backend_facts import BACKEND_FACTS
-from ipu_pipe.config.compare import dump_config
+from ipu_pipe.config.compare import choose_method_settings, dump_config
 from ipu_pipe.config.schema import BackendConfig, Config
-from ipu_pipe.errors import BadInput, RunFault, raise_faults
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.files import write_json
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import describe_end
@@ -33,7 +34,7 @@ from ipu_pipe.report.summary import plan_links, plan_shared_links
 from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule import timelines
-from ipu_pipe.schedule.clock import Costs, clock
+from ipu_pipe.schedule.clock import Costs, time_updates
 from ipu_pipe.schedule.methods import require_known_methods, resolve_method
 from ipu_pipe.store.folder import check_folder, read_summary
 
@@ -67,6 +68,7 @@ def compare_methods(
             "rounds": rounds,
             "overwrite": overwrite,
         }
+        # the ranks meet in every training, so that all must compare the same methods as often
         launch(config, options)
     folders = {
         name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))]
@@ -93,17 +95,9 @@ def compare_methods(
 def _check_comparison(config: Config, methods: Sequence[str]) -> None:
     """Raise `BadInput` for methods or a backend that cannot be compared."""
     require_known_methods(methods, "--methods")
-    twice = f"--methods: {','.join(methods)}: names a method twice"
-    backend = (
-        f"backend.name: {config.backend.name}: unsupported: collect compares methods on emulator "
-        f"or distributed"
-    )
-    raise_faults(
-        {
-            twice: len(set(methods)) != len(methods),
-            backend: config.backend.facts.trains_on is not None,
-        }
-    )
+    if config.backend.facts.trains_on is not None:
+        where = "collect compares methods on emulator or distributed"
+        raise BadInput(f"backend.name: {config.backend.name}: unsupported: {where}")
 
 
 def _build_jobs(
@@ -115,6 +109,7 @@ def _build_jobs(
     jobs: dict[str, Job] = {}
     if list(methods) != [config.method]:
         job = build_for_planning(move_to_emulator(switch_method(config, config.method, steps)))
+        # stages that divide modules cannot be given to the other methods by names
         if not job.partition.spread:
             jobs[config.method] = job
             config = config.model_copy(update={"stages": job.partition.begin_names() or 1})
@@ -141,6 +136,7 @@ def _collect_figures(
         memory = plan_memory(job)
         if runs:
             file = memory_files[name]
+            # the main process has written the file, and others may not see its disk
             memory = run_on_main(lambda: dict(json.loads(file.read_text())))
         comparison["memory"][name] = {**memory, "devices": _describe_device_memory(memory)}
         comparison["communication"][name] = _describe_communication(job, runs[0] if runs else None)
@@ -187,19 +183,18 @@ def switch_method(
     # two updates at least, because the first is not timed
     changes: dict[str, Any] = {"steps": max(steps, 2)}
     if name != config.method:
-        method_args = {
-            key: value for key, value in config.method_settings().items() if key == "head"
-        }
+        changes.update(choose_method_settings(config, name), method=name)
+        method_args = changes["method_args"]
         structure = resolve_method(name).structure
         if structure is not None:
             changes["steps"] *= config.gradient_accumulation
             changes["gradient_accumulation"] = 1
+            # so that the warm-up is of as many samples
             warmup = config.lr_schedule.warmup_steps * config.gradient_accumulation
             changes["lr_schedule"] = config.lr_schedule.model_copy(update={"warmup_steps": warmup})
             if structure.blocks is not None and boundaries:
                 method_args["blocks"] = list(boundaries)
-        changes["method"] = name
-        changes["method_args"] = type(config.method_args)().model_copy(update=method_args)
+        changes["method_args"] = type(config.method_args).model_validate(method_args)
     return config.model_copy(update=changes)
 
 
@@ -218,6 +213,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
         command = [
+            # not torchrun by its name, which may be another environment's
             sys.executable,
             "-m",
             "torch.distributed.run",
@@ -228,6 +224,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
             "--rdzv_backend",
             "c10d",
             "--rdzv_endpoint",
+            # port 0 is any free one, so that two comparisons on a machine do not meet
             "localhost:0",
             "-m",
             "ipu_pipe",
@@ -242,10 +239,12 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
         finished = subprocess.run(
             command,
+            # the run's own lines would come between those of the comparison
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
+            # what a library prints may not be UTF-8
             errors="replace",
         )
     summary = read_summary(out)
@@ -311,21 +310,19 @@ def compute_modelled_rate(job: Job) -> float | None:
     structure = job.method.structure
     if structure is not None and (structure.overlap or structure.layers is not None):
         return None
-    stages = len(job.partition)
-    accumulate = job.schedule.accumulate
-    length = accumulate * -(-4 * stages // accumulate)
+    N = job.schedule.accumulate
     flops = job.footprint.forward_flops
-    costs = Costs(flops, [BACKWARD * f for f in flops], [0.0] * stages)
-    times = []
-    for count in (length, 2 * length):
-        schedule = timelines.make_schedule(job.method, stages, count, accumulate)
-        times.append(clock(schedule, costs, placement=job.placement).finish)
-    return length / (times[1] - times[0])
+    costs = Costs(flops, [BACKWARD * f for f in flops], [0.0] * len(flops))
+    # the updates of four times as many microbatches as there are stages
+    count = -(-4 * len(flops) // N)
+    # of two lengths, so that filling and draining cancel
+    lengths = [timelines.make_schedule(job.method, len(flops), k * count * N, N) for k in (1, 2)]
+    short, long = (time_updates(schedule, costs, job.placement)[-1] for schedule in lengths)
+    return float(count * N / (long - short))
 
 
 def _describe_device_memory(memory: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the planned bytes of each device, and its measured peak if there is one."""
-    kinds = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
     planned = memory["devices"]
     peaks = memory.get("peak_memory") or []
     # the emulator has one device; with replicas there are more devices than planned ones
@@ -334,7 +331,7 @@ def _describe_device_memory(memory: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "index": row["index"],
-            "bytes": sum(row[kind] for kind in kinds),
+            "bytes": sum(row[kind] for kind in BYTES),
             "measured_bytes": peak.get("total") if peak else None,
         }
         for row, peak in zip(planned, peaks)
@@ -434,6 +431,7 @@ def _make_row(comparison: Mapping[str, Mapping[str, Any]], name: str) -> list[st
         device["measured_bytes"] / MIB for device in devices if device["measured_bytes"] is not None
     ]
     links = [*traffic["links"], *traffic.get("shared_layer_links", ())]
+    # the emulator has no speedup, and sends nothing
     is_measured = throughput["measured_speedup"] is not None
     spread = throughput["modelled_spread"]
     within = "" if spread is None else f" ± {spread:.1%}"
@@ -466,6 +464,8 @@ def _describe_traffic(methods: Mapping[str, Any]) -> list[str]:
                     name,
                     key,
                     *(f"{device[f'{key}_bytes'] / MIB:.4f}" for device in traffic["devices"]),
+                    # a method with several stages a device has fewer
+                    *["-"] * (count - len(traffic["devices"])),
                 ]
             )
     return format_table(rows[0], rows[1:], left=2, most=len(rows))

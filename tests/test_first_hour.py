@@ -1,0 +1,187 @@
+"""The first hour of a newcomer, in an empty home and without network: README's commands and the four guides in order, each step
+with what it says, and the notebooks.
+
+README's Python example is run by tests/test_train.py, the other tutorials by tests/test_tutorials.py, the guide of compare by
+tests/test_compare.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+import pytest
+
+from tests.support.runs import ROOT
+from tests.test_tutorials import split_commands
+from tools.documented import list_blocks
+
+CONFIG = str(ROOT / "configs" / "mlp_digits.yaml")
+MODEL = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+"""
+# command of README -> what its output has
+EXPECTED = {
+    "train": r"test accuracy 0\.\d+ -> 0\.[5-9]",
+    "analyze": r"Bottleneck: ",
+    "plan": r"predicted",
+    "stability": r"largest stable",
+    "new": r"written: net_pod16\.yaml",
+    "rehearse": r"emulator|fits",
+}
+
+
+def list_readme_commands() -> list[list[str]]:
+    """List the commands under README's heading Commands, with files of ours for its placeholders."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Commands\n")[2]
+    lines = re.findall(r"^    (ipu-pipe .*?)(?:  #.*)?$", text, re.MULTILINE)
+    replaced = {"CONFIG": CONFIG, "configs/mlp_digits.yaml": CONFIG}
+    return [[replaced.get(word, word) for word in shlex.split(line)] for line in lines]
+
+
+class Newcomer:
+    """Somebody with an empty home, a folder with a model in mine.py, and no network."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "here"
+        home = folder / "home"
+        for made in (self.folder, home):
+            made.mkdir()
+        (self.folder / "mine.py").write_text(MODEL)
+        # nobody listens at this port
+        proxies = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https", "all")}
+        self.environment = {
+            **proxies, "HOME": str(home), "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
+
+    def run(self, words: list[str], code: int = 0) -> str:
+        """Run a command as a page has it; return all that it printed. Its exit code must be `code`."""
+        modules = {"ipu-pipe": ["-m", "ipu_pipe"], "torchrun": ["-m", "torch.distributed.run"]}
+        command = [sys.executable, *modules.get(words[0], []), *words[1:]]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=600,
+        )  # fmt: skip
+        # the command calls itself as it was called
+        printed = done.stdout.replace("python -m ipu_pipe", "ipu-pipe")
+        assert done.returncode == code, f"{' '.join(words)}: {printed}"
+        return printed
+
+
+def test_readmes_commands_work_in_an_empty_home(tmp_path: Path) -> None:
+    newcomer = Newcomer(tmp_path)
+    commands = list_readme_commands()
+    assert [words[1] for words in commands] == [*EXPECTED]
+    for words in commands:
+        if words[1] == "train":
+            words += ["--out", "runs/mine"]
+        if words[1] == "rehearse":
+            words[2] = "net_pod16.yaml"
+        printed = newcomer.run(words)
+        assert re.search(EXPECTED[words[1]], printed), f"{' '.join(words)}: {printed}"
+
+
+class Step(NamedTuple):
+    """A command of a guide, and the text that the page shows as its output: "" for none, `...` for
+    anything."""
+
+    words: list[str]
+    shown: str = ""
+
+    def matches(self, printed: str) -> bool:
+        """Return whether what was printed has the text that the page shows."""
+        lines = "\n".join(line.rstrip() for line in printed.splitlines())
+        pattern = re.escape(self.shown.strip()).replace(re.escape("..."), ".*?")
+        return re.search(pattern, lines, re.DOTALL) is not None
+
+
+def list_steps(page: Path, folder: Path) -> Iterator[Step]:
+    """Yield the steps of a page in order; write its files, and its session as session.py, first."""
+    blocks = list_blocks(page)
+    session = "".join(
+        block.text for block in blocks if block.language == "python" and not block.file
+    )
+    if session:
+        (folder / "session.py").write_text(session, encoding="utf-8")
+        yield Step(["python", "session.py"])
+    for block, after in zip(blocks, [*blocks[1:], None]):
+        if block.file:
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+        elif block.language == "bash":
+            *first, last = split_commands(block.text)
+            yield from map(Step, first)
+            shown = after.text if after and after.language == "text" else ""
+            # commands for a machine with IPUs, or with their output
+            yield Step(last, "" if shown.startswith(("$ ", "ipu-pipe ")) else shown)
+        elif block.text.startswith("$ "):
+            for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+                command, _, shown = part.partition("\n")
+                yield Step(shlex.split(command), shown)
+
+
+# guide -> what each step prints besides the text that the page shows; None: not run here
+STEPS = {
+    "own_loop.md": [
+        r"\n43 [\d.]+\n.*'accuracy': 0\.[1-9].*Schedule\(pipemare",
+        r"loss \d+\.\d{3}",
+        # tests/test_example_loops.py runs two nodes
+        None,
+    ],
+    "tutorials/pod.md": [
+        r"fits pod4",
+        r"written: ",
+        r"needs 32 of 16 devices",
+        r"fits pod16",
+        r"pod4",
+        r"pod16",
+        r"stage 3  \.   \.   \.   F0  B0",
+        r"stage 0",
+        r"throughput: ",
+    ],
+    "tutorials/pytorch_pipeline.md": [
+        r"",
+        r"Bottleneck: stage 1",
+        r"",
+        r"both\.html",
+        r"after\.sqlite",
+        r"after\.csv",
+    ],
+    "tutorials/lesson.md": [
+        r"stage 2",
+        r"stage 2",
+        # 2 sin(pi / (2 (2 d + 1))) for a delay d
+        r"delay  0: stable up to (2\.0|1\.9).*delay  1: stable up to (1\.0|0\.99)",
+        r"largest stable",
+        r"test accuracy 0\.\d+ -> 0\.[1-9].*busy: .*greatest delay 0 updates",
+        r"test accuracy 0\.\d+ -> 0\.[1-9].*busy: .*greatest delay 0 to 1 updates",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", STEPS)
+def test_each_step_of_a_guide_says_what_the_page_shows(page: str, tmp_path: Path) -> None:
+    newcomer = Newcomer(tmp_path)
+    steps = list(list_steps(ROOT / "docs" / page, newcomer.folder))
+    assert len(steps) == len(STEPS[page])
+    for step, expected in zip(steps, STEPS[page]):
+        if expected is not None:
+            printed = newcomer.run(step.words, 2 if step.shown.startswith("error: ") else 0)
+            assert re.search(expected, printed, re.DOTALL), f"{step.words}: {printed}"
+            assert step.matches(printed), f"{step.words}: {printed}"
+
+
+def test_a_step_that_says_something_else_is_noticed() -> None:
+    step = Step([], "slot 0\nwaits ... of the time\n")
+    assert step.matches("slot 0  \nwaits 12 % of the time\n")
+    assert not step.matches("slot 1\nwaits 12 % of the time\n")

@@ -1,0 +1,186 @@
+"""What a pod's SDK would refuse is foreseen: operations, tensors from outside, newer Python. Nothing ran on an IPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, List
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ipu_pipe.backends.ipu.sdk import inspect_file, list_user_files, predict_refusals, read_list
+from tests.support.runs import ROOT
+
+X = torch.rand(2, 4, 8, 8)
+
+
+class Apply(nn.Module):
+    """A module whose forward is a function."""
+
+    def __init__(self, function: Any, **attributes: Any) -> None:
+        super().__init__()
+        self.function = function
+        vars(self).update(attributes)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def foresee(model: nn.Module, x: Any = X, loss: Any = None, y: Any = None) -> List[str]:
+    """Return the faults of a model that ends with one number, or of a loss."""
+    loss = loss or (lambda output, labels: output.float().sum())
+    job: Any = SimpleNamespace(
+        model=model,
+        loss=loss,
+        example=(x, torch.zeros(2, dtype=torch.long) if y is None else y),
+        partition=SimpleNamespace(begins={}),
+        data=None,
+    )
+    return [fault for fault in predict_refusals(job) if not fault.startswith("/")]
+
+
+@pytest.mark.parametrize("function, operation", [
+    (lambda m, x: torch.fft.fft2(x).abs(), "fft_fft2 (aten::_fft"),
+    (lambda m, x: torch.special.bessel_j0(x), "special_bessel_j0 (aten::special_bessel_j0)"),
+    (lambda m, x: torch.nan_to_num(x), "nan_to_num (aten::nan_to_num)"),
+    (lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True), "with is_causal (aten::tril)"),
+    (lambda m, x: torch.tril(x), "tril (aten::tril)"),
+])  # fmt: skip
+def test_an_operation_without_a_handler_is_named_with_its_module_and_line(
+    function: Any, operation: str
+) -> None:
+    faults = foresee(nn.Sequential(nn.ReLU(), Apply(function)))
+    assert any(
+        f"model: 1: {operation}" in fault.replace("scaled_dot_product_attention ", "")
+        for fault in faults
+    )
+    assert all(re.search(r"test_sdk\.py:\d+: PopTorch 3.4", fault) for fault in faults)
+
+
+def test_an_operation_is_found_by_shapes_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), Apply(lambda m, x: torch.special.bessel_j0(x)))
+    (fault,) = foresee(model.to("meta"), X.to("meta"))
+    assert fault.startswith("model: 1: special_bessel_j0")
+
+
+@pytest.mark.parametrize("layer", [
+    nn.Conv2d(4, 4, 3), nn.ConvTranspose2d(4, 4, 3), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2),
+    nn.ReflectionPad2d(1), nn.ReplicationPad2d(1), nn.ZeroPad2d(1), nn.ELU(), nn.GELU(), nn.Hardshrink(), nn.LogSoftmax(1),
+    nn.Mish(), nn.ReLU(inplace=True), nn.SELU(), nn.SiLU(), nn.Softmax(1), nn.Softplus(), nn.Softsign(), nn.PReLU(), nn.RReLU(),
+    nn.Threshold(0.1, 2.0),
+    nn.BatchNorm2d(4), nn.LayerNorm(8), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.Linear(8, 4), nn.Dropout(0.5),
+    nn.Upsample(scale_factor=2), nn.utils.weight_norm(nn.Linear(8, 4)), nn.Flatten(), nn.PixelShuffle(2),
+    nn.Sequential(nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, batch_first=True)),
+    nn.Sequential(nn.Flatten(2), nn.LSTM(64, 4), Apply(lambda m, x: x[0])),
+    nn.Sequential(nn.Flatten(2), nn.GRU(64, 4), Apply(lambda m, x: x[0])),
+    Apply(lambda m, x: F.one_hot((x > 0).long(), 2)),
+    Apply(lambda m, x: x.half() + torch.rand_like(x.half()) + torch.tensor(2.0).half()),
+    Apply(lambda m, x: torch.where(x > 0, x, torch.zeros(()))),
+    Apply(lambda m, x: x.masked_fill((x > 0) & ~(x > 1), 0.0).cumsum(1).std(2)),
+    Apply(lambda m, x: F.scaled_dot_product_attention(x, x, x)),
+    Apply(lambda m, x: torch.einsum("bchw,bdhw->bcd", x, x).topk(2)[0].sort()[0]),
+], ids=lambda layer: type(layer).__name__)  # fmt: skip
+def test_an_operation_of_the_user_guide_is_accepted(layer: nn.Module) -> None:
+    # in place on an input would be the user's own fault
+    assert foresee(nn.Sequential(Apply(lambda m, x: x * 1), layer)) == []
+
+
+def test_a_tensor_that_is_neither_weight_buffer_nor_input_is_named_with_the_remedy() -> None:
+    scale = Apply(lambda m, x: x * m.scale + m.more[0], scale=torch.ones(8), more=[torch.ones(8)])
+    faults = foresee(nn.Sequential(nn.ReLU(), scale))
+    assert len(faults) == 2 and all("(register_buffer)" in fault for fault in faults)
+    assert faults[0].startswith("model: 1.scale: read by 1: mul at ")
+    assert faults[1].startswith("model: 1.more: read by 1: add at ")
+    buffered = Apply(lambda m, x: x * m.scale)
+    buffered.register_buffer("scale", torch.ones(8))
+    assert foresee(buffered) == []
+    outside = torch.ones(8)
+    (fault,) = foresee(Apply(lambda m, x: x + outside))
+    assert "a tensor of shape (8,)" in fault
+
+
+def test_a_loss_is_looked_at_too() -> None:
+    classes = nn.Sequential(nn.Flatten(), nn.Linear(256, 3))
+    assert foresee(classes, loss=F.cross_entropy) == []
+    # torch 2.0.1 shows the operation itself, too
+    fault, *_ = foresee(classes, loss=functools.partial(F.cross_entropy, label_smoothing=0.1))
+    assert fault.startswith("loss: cross_entropy with label_smoothing (aten::masked_select)")
+    # also as a buffer: PopTorch has no class weights
+    (fault,) = foresee(classes, loss=nn.CrossEntropyLoss(weight=torch.ones(3)))
+    assert fault.startswith("loss: cross_entropy with weight")
+    faults = foresee(classes, loss=nn.HuberLoss(), y=torch.zeros(2, 3))
+    assert any(fault.startswith("loss: huber_loss (aten::huber_loss)") for fault in faults)
+
+
+def test_a_recurrent_layer_of_several_layers_is_named() -> None:
+    deep = nn.Sequential(
+        nn.Flatten(2), nn.LSTM(64, 4, bidirectional=True), Apply(lambda m, x: x[0])
+    )
+    assert [fault.split(":")[:2] for fault in foresee(deep)] == [["model", " 1"]]
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("text, fault", [
+    ("match 1:\n    case 1: pass\n", ":"),
+    ("def f(x):\n    return (y := x)\n", ""),
+    ("from torch import nn\nnorm = nn.RMSNorm(4)\n", ":2: torch.nn.RMSNorm: "),
+    ("from torch.nn import RMSNorm as Norm\n", ":1: torch.nn.RMSNorm: "),
+    ("from torch.nn.attention import sdpa_kernel\n", ":1: torch.nn.attention: "),
+    ("import torch\n@torch.compiler.disable\ndef f(): pass\n", ":2: torch.compiler: "),
+    ("import torch.nn.functional as F\ny = F.rms_norm\n", ":2: torch.nn.functional.rms_norm: "),
+    ("import torch\nif hasattr(torch, 'compiler'):\n    torch.compiler.disable\n", ""),
+    ("import torch\ny = torch.nn.LayerNorm\nmine = torch.nn.functional.relu\n", ""),
+    ("def f(x: list[int]): pass\n", ":1: list[X]"),
+    ("def f() -> 'int' | None: pass\n", ":1: list[X] or X | Y"),
+    ("from __future__ import annotations\ndef f(x: list[int]) -> int | None: pass\n", ""),
+    ("count: int = 3\nlist[0]\n", ""),
+    ("flags = 1 | 2\n", ""),
+])  # fmt: skip
+def test_a_file_that_the_sdk_cannot_read_is_named_with_the_line(
+    tmp_path: Path, text: str, fault: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    faults = inspect_file(file)
+    assert [f"{file}{fault}" in one for one in faults] == ([True] if fault else [])
+
+
+def test_the_files_of_a_model_and_those_that_they_import_are_read(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "sdk_layers.py").write_text("from torch import nn\nclass Layer(nn.Module): pass\n")
+    text = "import os\nimport sdk_layers\nfrom torch import nn\nclass Net(nn.Module): pass\n"
+    (tmp_path / "sdk_net.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    import sdk_net  # type: ignore[import-not-found]
+
+    files = list_user_files([sdk_net.Net, len])
+    assert files == [tmp_path / "sdk_layers.py", tmp_path / "sdk_net.py"]
+    for name in ("sdk_net", "sdk_layers"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_our_own_models_are_readable_on_a_pod() -> None:
+    files = [*(ROOT / "models").glob("*.py")]
+    assert len(files) > 7 and not any(map(inspect_file, files))
+
+
+def test_the_list_of_newer_names_is_that_of_this_torch() -> None:
+    def has(name: str) -> bool:
+        value: Any = sys.modules["torch"]
+        for part in name.split(".")[1:]:
+            value = getattr(value, part, None)
+        return value is not None
+
+    names = read_list("lacks")
+    assert {"torch.nn.RMSNorm", "torch.compiler"} <= names and "torch.nn.LayerNorm" not in names
+    if torch.__version__.startswith("2.0.1"):
+        assert not any(map(has, names))

@@ -1,0 +1,285 @@
+"""Tensors that modules and the loss keep beside weights: xla trains with them as the emulator does, sees
+their changes, and refuses by module and line what a graph cannot have."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ipu_pipe
+from ipu_pipe.cut.graphs import trace_stages
+from ipu_pipe.errors import BadInput
+from tests.support.models import Composed
+from tests.support.slow import mark_slow
+
+jax = pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xla]'")
+
+from ipu_pipe.backends.xla import player  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Keep the compiled programs of other runs, and of the user, out of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+WIDTH, CLASSES, STEPS = 6, 4, 5
+GLOBAL = torch.linspace(1, 2, WIDTH, dtype=torch.float64)
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+OTHERS = torch.tensor([3.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+
+
+def draw_rows() -> Any:
+    """Draw a batch."""
+    return torch.randn(8, WIDTH, dtype=torch.float64), torch.randint(0, CLASSES, (8,))
+
+
+def make_three_stages(forward: Callable[..., Any], **values: Any) -> nn.Module:
+    """Return a model of three stages; the middle one is `forward(module, h)`, with plain attributes."""
+    middle = Composed(forward, inner=nn.Linear(WIDTH, WIDTH))
+    for name, value in values.items():
+        middle.__dict__[name] = value
+    head = nn.Linear(WIDTH, CLASSES)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), middle, nn.Tanh(), head).double()
+
+
+# ---- forwards of the middle stage
+
+
+def make_masks(m: Any, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.tril(torch.full((WIDTH, WIDTH), 1.0, dtype=x.dtype))
+    places = torch.arange(WIDTH) + torch.tensor([float(i) for i in range(WIDTH)], dtype=x.dtype)
+    result: torch.Tensor = m.inner(x) @ mask + places + x.new_zeros(WIDTH)
+    return result
+
+
+def read_attributes(m: Any, x: torch.Tensor) -> Any:
+    return m.inner(x) * m.scale * m.table["x"]
+
+
+def keep_mean(m: Any, x: torch.Tensor) -> Any:
+    h = m.inner(x)
+    m.scale = 0.5 * m.scale + h.mean(0).detach()
+    return h + m.scale
+
+
+def keep_first(m: Any, x: torch.Tensor) -> Any:
+    h = m.inner(x)
+    before, m.kept = m.kept, h.mean(0).detach()
+    return h if before is None else h + before
+
+
+def count_xla_calls(m: Any, x: torch.Tensor) -> Any:
+    m.calls += 1
+    return m.inner(x) * m.calls
+
+
+def read_global(m: Any, x: torch.Tensor) -> Any:
+    return m.inner(x) * GLOBAL
+
+
+def branch_on_sum(m: Any, x: torch.Tensor) -> Any:
+    h = m.inner(x)
+    return h * 2 if h.sum() > 0 else h
+
+
+def stop_gradient(m: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return m.inner(x)
+
+
+# ---- losses
+
+
+class Weighted:
+    """A loss that is an object."""
+
+    def __init__(self) -> None:
+        self.weight = WEIGHTS.clone()
+
+    def __call__(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, y, weight=self.weight)
+
+
+class Centered(nn.Module):
+    """A loss with a moving center."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return F.cross_entropy(output - self.center, y)
+
+
+def close_over() -> Any:
+    """Return a loss that closes over its class weights."""
+    weight = WEIGHTS.clone()
+    return lambda output, y: F.cross_entropy(output, y, weight=weight)
+
+
+def bind() -> Any:
+    """Return a loss whose class weights are bound."""
+    return functools.partial(F.cross_entropy, weight=WEIGHTS.clone())
+
+
+class Case(NamedTuple):
+    """A model, a loss, and a change by the caller after three steps."""
+
+    make: Callable[[], nn.Module]
+    make_loss: Callable[[], Any]
+    change: Optional[Callable[[nn.Module, Any], Any]] = None
+
+
+def make_plain() -> nn.Module:
+    return make_three_stages(lambda m, x: m.inner(x))
+
+
+def make_attributes() -> nn.Module:
+    ones = torch.ones(WIDTH, dtype=torch.float64)
+    return make_three_stages(read_attributes, scale=ones * 2, table={"x": ones * 3})
+
+
+def make_memory() -> nn.Module:
+    return make_three_stages(keep_mean, scale=torch.zeros(WIDTH, dtype=torch.float64))
+
+
+def freeze() -> nn.Module:
+    model = make_plain()
+    model[1].requires_grad_(False)  # type: ignore[index]
+    return model
+
+
+def take_plain() -> Any:
+    return F.cross_entropy
+
+
+CASES: Dict[str, Case] = {
+    "masks made in the forward": Case(lambda: make_three_stages(make_masks), take_plain),
+    "attributes": Case(make_attributes, take_plain),
+    "kept state": Case(make_memory, Centered),
+    "no gradient": Case(lambda: make_three_stages(stop_gradient), take_plain),
+    "frozen": Case(freeze, take_plain),
+    "class weights": Case(make_plain, lambda: nn.CrossEntropyLoss(WEIGHTS.clone())),
+    "object": Case(make_plain, Weighted),
+    "attribute replaced": Case(
+        make_attributes, take_plain, lambda m, _: setattr(m[1], "scale", m[1].scale * 2)
+    ),
+    "attribute written": Case(make_attributes, take_plain, lambda m, _: m[1].table["x"].mul_(2)),
+    "closure written": Case(
+        make_plain, close_over, lambda _, loss: loss.__closure__[0].cell_contents.copy_(OTHERS)
+    ),
+    "argument replaced": Case(
+        make_plain, bind, lambda _, loss: loss.keywords.update(weight=OTHERS)
+    ),
+    "object's weight replaced": Case(
+        make_plain, Weighted, lambda _, loss: setattr(loss, "weight", OTHERS)
+    ),
+}
+QUICK = ("kept state", "no gradient", "closure written")
+
+
+def train_xla_case(case: Case, backend: str, is_inside: bool = False) -> List[torch.Tensor]:
+    """Train five steps; return losses and weights. `is_inside`: the change is made in `whole_model`."""
+    torch.manual_seed(0)
+    model, loss = case.make(), case.make_loss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
+    settings: Any = {"stages": ["1", "3"], "microbatches": 4, "backend": backend}
+    losses = []
+    with ipu_pipe.Pipeline(model, loss, optimizer, "pipedream", **settings) as pipe:
+        for i in range(STEPS):
+            if i == 3 and case.change is not None and is_inside:
+                with pipe.whole_model():
+                    case.change(model, loss)
+            elif i == 3 and case.change is not None:
+                losses += pipe.drain()
+                case.change(model, loss)
+            losses += pipe.step(*draw_rows())
+        losses += pipe.drain()
+    tensors = [t.clone() for t in model.state_dict().values()]
+    kept = loss.state_dict().values() if isinstance(loss, nn.Module) else ()
+    return [torch.tensor([update.loss for update in losses]), *tensors, *kept]
+
+
+def measure_gap(a: List[torch.Tensor], b: List[torch.Tensor]) -> float:
+    """Return the greatest difference."""
+    return max(float((x - y).abs().max()) for x, y in zip(a, b))
+
+
+@pytest.mark.parametrize("name", mark_slow(CASES, QUICK.__contains__))
+def test_xla_trains_as_the_emulator(name: str) -> None:
+    case = CASES[name]
+    expected = train_xla_case(case, "emulator")
+    assert measure_gap(expected, train_xla_case(case, "xla")) < 1e-12
+    if case.change is not None:
+        assert measure_gap(expected, train_xla_case(case._replace(change=None), "emulator")) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (make_attributes, lambda m, _: setattr(m[1], "scale", m[1].scale * 2)),
+        (make_memory, lambda m, _: m[1].scale.zero_()),
+        (make_plain, lambda _, loss: loss.center.fill_(2)),
+    ],
+)
+def test_a_change_inside_whole_model_is_taken_over(make: Any, change: Any) -> None:
+    case = Case(make, Centered, change)
+    assert (
+        measure_gap(train_xla_case(case, "emulator", True), train_xla_case(case, "xla", True))
+        < 1e-12
+    )
+
+
+@pytest.mark.slow
+def test_a_change_of_what_the_devices_change_is_refused_elsewhere() -> None:
+    """The host's value is an old one."""
+    case = Case(make_plain, Centered, lambda _, loss: loss.center.zero_())
+    with pytest.raises(RuntimeError, match="center: was changed after the last call"):
+        train_xla_case(case, "xla")
+
+
+REFUSED: Dict[str, Any] = {
+    "global": (
+        lambda: make_three_stages(read_global),
+        r"1 \(aten.mul.Tensor at .*test_xla_values.py:\d+",
+    ),
+    "branch": (
+        lambda: make_three_stages(branch_on_sum),
+        r"1, .*test_xla_values.py:\d+: .*values of a tensor",
+    ),
+    "counter": (lambda: make_three_stages(count_xla_calls, calls=0), r"1\.calls: "),
+    "from None": (
+        lambda: make_three_stages(keep_first, kept=None),
+        r"\(1\.kept\): keep it in a buffer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refusal_names_module_and_line(name: str) -> None:
+    make, line = REFUSED[name]
+    with pytest.raises(BadInput, match=r"model: stage 1.*" + line) as caught:
+        trace_stages(make(), ["1", "3"], draw_rows(), F.cross_entropy)
+    assert len(caught.value.faults) == 1 and "\n" not in caught.value.faults[0]
+
+
+def test_a_compiled_pass_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = player.CompileNotes(2)
+    for silent, lines in ((1e9, 0), (-1.0, 1)):
+        monkeypatch.setattr(player, "SILENT_SECONDS", silent)
+        for _ in range(2):
+            with notes.note(silent, "stage 0's forward"):
+                pass
+        assert capsys.readouterr().err.count("xla: compiled stage 0's forward") == lines

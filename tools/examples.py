@@ -1,0 +1,11 @@
+"""List the examples, or copy them: python tools/examples.py --copy mine"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from ipu_pipe import cli  # noqa: E402
+
+if __name__ == "__main__":
+    cli.run("examples")
