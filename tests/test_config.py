@@ -21,11 +21,13 @@ from ipu_pipe.config.compare import (
 )
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import Description, Given
 from ipu_pipe.errors import BadInput
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.job.factories import call_entry, check_arguments, resolve_entry
 from ipu_pipe.run.build import build
 from tests.support.runs import ROOT, list_faults
+from tools.write_keys import collect_sections
 
 SMALLEST = "model: {entry: 'models.mlp:mlp'}\ndata: {name: digits}\n"
 
@@ -520,6 +522,35 @@ def test_twenty_thousand_keys_are_read_and_their_faults_counted(empty_folder: Pa
     """Story: each key was compared with all keys before it, and with all known keys for the nearest one."""
     faults = list_config_faults("".join(f"k{number}: 1\n" for number in range(20_000)))
     assert len(faults) == 51 and faults[-1] == "x.yaml: 19950 more such faults"
+
+
+def list_places() -> List[str]:
+    """List the keys of every section of a config, with dots."""
+    sections = [(place, kind) for kind, places in collect_sections().items() for place in places]
+    sections += [("given", Given), ("given.model", Description), ("given.callbacks", Description)]
+    return [f"{place}.{key}".lstrip(".") for place, kind in sections for key in kind.model_fields]
+
+
+@pytest.mark.parametrize("value", [None, 5, "x", [None, 5, "x"], {"x": 5}, {5: [{}]}], ids=repr)
+def test_no_kind_of_value_at_any_key_ends_in_a_traceback(value: Any, empty_folder: Path) -> None:
+    """Story: null in a list of sections, given.callbacks, had its fault described without its section."""
+    places = list_places()
+    assert len(places) > 250 and "optimizer.groups.match" in places
+    for place in places:
+        keys: Dict[str, Any] = yaml.safe_load(SMALLEST)
+        section = keys
+        *parts, name = place.split(".")
+        for part in parts:
+            inner = section.get(part)
+            section[part] = dict(inner) if isinstance(inner, dict) else {}
+            section = section[part]
+        section[name] = value
+        for text in (keys, {**keys, parts[0]: [section]} if parts else keys):
+            Path("x.yaml").write_text(yaml.safe_dump(text), encoding="utf-8")
+            try:
+                load_config("x.yaml")
+            except BadInput as error:
+                assert all(map(str.isprintable, error.lines)), place
 
 
 def test_fault_lines_are_cut_and_escaped(empty_folder: Path) -> None:

@@ -75,8 +75,10 @@ def format_faults(
             section = _find_section(parts[:-1], schema, forms)
             message = f"unknown key{_suggest_key(parts[-1], section)}"
         elif kind == "model_type":
-            fields = _find_section(parts, schema, forms).model_fields
-            message = f"must be a mapping of keys to values: {{{list_some([*fields])}}}"
+            section = _find_section(parts, schema, forms)
+            fields = {} if section is None else section.model_fields
+            message = "must be a mapping of keys to values"
+            message += f": {{{list_some([*fields])}}}" if fields else ""
             if "name" in fields and isinstance(detail["input"], str):
                 message += f"; did you mean {key}.{_choose_field(value, fields)}={value}?"
         elif kind == "literal_error":
@@ -146,6 +148,7 @@ def _find_section(parts: Sequence[str], schema: Schema, forms: Mapping[str, Sche
 
 
 def _get_section(annotation: Any) -> Any:
-    """Return the section in a type, None if there is none."""
-    types = (annotation, *get_args(annotation))
-    return next((one for one in types if inspect.isclass(one) and issubclass(one, BaseModel)), None)
+    """Return the first section in a type, such as a list of sections, None if there is none."""
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_get_section, get_args(annotation))), None)
