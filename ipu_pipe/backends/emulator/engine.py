@@ -15,7 +15,7 @@ from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.backends.interface import Backend, CheckpointState, Engine, Report, StepResult
 from ipu_pipe.errors import summarize
 from ipu_pipe.job.factories import place_whole
-from ipu_pipe.job.user_code import attribute_faults
+from ipu_pipe.job.user_code import attribute_faults, is_own_exit
 from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_samples
 from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.flops import BACKWARD
@@ -48,8 +48,11 @@ def time_stages(run: Run) -> StageSeconds:
     try:
         passes = _time_passes(run)
         updates = _time_updates(run)
-    # the user's code may raise anything, which must not lose a finished run
-    except Exception as error:
+    # the user's code may raise anything, also what is no Exception, which must not lose a finished run
+    except BaseException as error:
+        is_exit = isinstance(error, SystemExit) and is_own_exit(error)
+        if is_exit or isinstance(error, KeyboardInterrupt):
+            raise
         return StageSeconds((), (), (), f"its stages could not be timed ({summarize(error)})")
     backward = passes.backward
     # a backward includes its recomputation
