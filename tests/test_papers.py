@@ -35,7 +35,7 @@ WORDS = (SHOWN, LIKELY, UNLIKELY, CONTRADICTED, UNDECIDED, NOT_COUNTED, NOT_RUN)
 OFF = re.compile(r"predicted, off by ([\d.e+]+) (%|points)")
 Row = Tuple[str, str, str, str, str]
 # of later methods, in none of the five papers
-OF_NO_PAPER = {"async_frontier"}
+OF_NO_PAPER = {"async_frontier", "delayed_muon"}
 
 
 @lru_cache(maxsize=None)
