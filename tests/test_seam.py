@@ -145,6 +145,30 @@ def test_an_exception_of_the_loop_leaves_the_newest_weights() -> None:
         assert model is not None and is_equal(scene.model.state_dict(), model.state_dict())
 
 
+class Failing:
+    """A number in the loss that cannot be read."""
+
+    def __mul__(self, other: Any) -> Any:
+        raise ArithmeticError("the loss fails")
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "pipemare"])
+def test_an_exception_in_a_pass_leaves_the_newest_weights(method: str) -> None:
+    """Story: until `close` the model had the weights that the pass had read."""
+    scene = make_scene(Walk(method, {}))
+    assert scene.pipe is not None
+    newest: Dict[int, List[torch.Tensor]] = {}
+    scene.pipe.on_update(
+        lambda _, stage, weights: newest.update({stage: [w.detach().clone() for w in weights]})
+    )
+    with pytest.raises(Exception, match="the loss fails"):
+        for k in range(6):
+            scene.box["weight"] = Failing() if k == 4 else 1.0
+            scene.pipe.step(*make_batch(k))
+    trained = [p for p in scene.model.parameters() if p.requires_grad]
+    assert all(map(torch.equal, trained, [w for s in sorted(newest) for w in newest[s]]))
+
+
 # ---- stories that the generator told
 
 

@@ -257,6 +257,9 @@ class EmulatorEngine(Engine):
     def profile(self) -> StageSeconds | None:
         return time_stages(self.run)
 
+    def keep_newest(self) -> None:
+        self._emulator.weights.load_newest()
+
     def close(self) -> None:
         self._emulator.close()
         self.release_blocks()
