@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from ipu_pipe.errors import BadInput
 from ipu_pipe.pipeline import seam
 from ipu_pipe.pipeline.gradients import OwnGradients
 from ipu_pipe.replay import weights as stored_weights
@@ -167,6 +168,37 @@ def test_an_exception_in_a_pass_leaves_the_newest_weights(method: str) -> None:
             scene.pipe.step(*make_batch(k))
     trained = [p for p in scene.model.parameters() if p.requires_grad]
     assert all(map(torch.equal, trained, [w for s in sorted(newest) for w in newest[s]]))
+
+
+@pytest.mark.parametrize(
+    "backend, method, args, setting, line",
+    [
+        ("emulator", "pipelined_backprop", SPIKES, "maximize", "defined on plain momentum"),
+        ("emulator", "pipelined_backprop", SPIKES, "nesterov", "defined on plain momentum"),
+        ("xla", "gpipe", {}, "maximize", "xla does not support it"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_refused_before_the_step(
+    backend: str, method: str, args: Dict[str, Any], setting: str, line: str
+) -> None:
+    """Story: the emulator took over `maximize` under a rule that is defined without it, and xla refused it
+    in the middle of an update, after which the pipeline was broken."""
+    if backend == "xla":
+        pytest.importorskip("jax")
+    walk = Walk(method, {}, args, microbatches=1)
+    scene, plain = make_scene(walk, backend), make_scene(walk, backend)
+    assert scene.pipe is not None and plain.pipe is not None
+    for k in range(4):
+        if k == 2:
+            scene.optimizer.param_groups[0][setting] = True
+            with pytest.raises(BadInput, match=f"optimizer.{setting}: .*{line}"):
+                scene.pipe.step(*make_batch(k))
+            scene.optimizer.param_groups[0][setting] = False
+        for one in (scene, plain):
+            one.pipe.step(*make_batch(k))  # type: ignore[union-attr]
+    for one in (scene, plain):
+        one.pipe.close()  # type: ignore[union-attr]
+    assert is_equal(scene.model.state_dict(), plain.model.state_dict())
 
 
 # ---- stories that the generator told

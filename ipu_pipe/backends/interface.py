@@ -15,6 +15,7 @@ from typing import (
     Callable,
     Collection,
     ContextManager,
+    Iterable,
     Iterator,
     Mapping,
     NamedTuple,
@@ -267,6 +268,12 @@ class Engine:
     def report(self) -> Report | None:
         """Return the measurements at the end of the run, on the main process; None on others."""
         raise NotImplementedError
+
+    def list_setting_faults(self, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Return a fault for each setting in the optimizer's groups with which no update can be
+        made.
+        """
+        return []
 
     def profile(self) -> StageSeconds | None:
         """Return the time of each stage's passes, at the end of the run before `close`; None if the

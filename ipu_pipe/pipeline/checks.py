@@ -71,14 +71,6 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
     """List all reasons to refuse the job. `optimizer_faults`: of the config's own optimizer, with
     its file.
     """
-    args = job.config.method_settings()
-    groups = job.full_optimizer.param_groups
-    kinds = [update.get_kind(job.full_optimizer, group) for group in groups]
-    rule_faults = [
-        f
-        for kind, group in zip(kinds, groups)
-        for f in rules.list_conflicts(args, job.method, kind, group)
-    ]
     conflicts = {
         **_find_single_stage_conflicts(job),
         **_find_copy_conflicts(job),
@@ -101,10 +93,24 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
     # prefer the line that names the file of the key
     faults += [
         next((line for line in optimizer_faults if line.endswith(fault)), fault)
-        for fault in rule_faults
+        for fault in find_rule_faults(job, job.full_optimizer)
     ]
     # the groups of an optimizer often share a fault
     return list(dict.fromkeys(faults))
+
+
+def find_rule_faults(job: Job, optimizer: torch.optim.Optimizer) -> list[str]:
+    """List the reasons why the method's rules cannot act with the settings of an optimizer's
+    groups.
+    """
+    args = job.config.method_settings()
+    return [
+        fault
+        for group in optimizer.param_groups
+        for fault in rules.list_conflicts(
+            args, job.method, update.get_kind(optimizer, group), group
+        )
+    ]
 
 
 def _find_single_stage_conflicts(job: Job) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from ipu_pipe.backends.ranks import are_joined, gather_objects, run_on_main
 from ipu_pipe.backends.table import launch
 from ipu_pipe.config.load import configure
 from ipu_pipe.config.schema import Config
-from ipu_pipe.errors import BadInput, Divergence, RunFault, locate_faults, say_in
+from ipu_pipe.errors import BadInput, Divergence, RunFault, locate_faults, raise_faults, say_in
 from ipu_pipe.job.metrics import make_metrics
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.job.record import Job, Length
@@ -77,7 +77,7 @@ from ipu_pipe.pipeline.batches import (
     unwrap,
 )
 from ipu_pipe.pipeline.build import Rates, Resolved, assemble, resolve, set_up
-from ipu_pipe.pipeline.checks import require_device
+from ipu_pipe.pipeline.checks import find_rule_faults, require_device
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView, explain_closure
 from ipu_pipe.pipeline.seam import (
@@ -369,6 +369,8 @@ class Pipeline:
         self._loaded: SavedState | None = None
         # the modules' modes in training, from the first step on
         self._modes: dict[nn.Module, bool] = {}
+        # of each group, those that are not 0, when they were last checked
+        self._settings_that_fit: list[set[str]] = []
         # of the events that this process records, until they are written
         self._events_folder: tempfile.TemporaryDirectory[str] | None = None
         self._calls = CallRecord(is_shared=self._config.backend.facts.uses_processes)
@@ -420,7 +422,8 @@ class Pipeline:
             raise RuntimeError(
                 "step: the optimizer is in evaluation mode: call optimizer.train() first"
             )
-        # first, because it may build the pipeline anew
+        self._require_settings_that_fit()
+        # before the batch, because it may build the pipeline anew
         self._settle()
         # before anything runs: a batch that does not divide breaks nothing
         batch = self._divide(x, y, microbatches)
@@ -1230,6 +1233,26 @@ class Pipeline:
         return dict(enumerate(batch, first))
 
     # ---- inside: what the caller has changed between two calls
+
+    def _require_settings_that_fit(self) -> None:
+        """Raise `BadInput` for settings of the optimizer, which the caller may have changed, that
+        the method's rules or the backend do not support.
+        """
+        if self._flow is None:
+            return
+        optimizer = self._handle.optimizer
+        groups = optimizer.param_groups
+        # nearly all steps change numbers alone, such as a learning rate
+        are_set = [
+            {key for key, value in group.items() if isinstance(value, (bool, int, float)) and value}
+            for group in groups
+        ]
+        if are_set == self._settings_that_fit:
+            return
+        faults = find_rule_faults(self._require_job(), optimizer)
+        faults += self._flow.engine.list_setting_faults(groups)
+        raise_faults(list(dict.fromkeys(faults)))
+        self._settings_that_fit = are_set
 
     def _settle(self) -> None:
         """Take over what the caller has changed since the last call. Raise `RuntimeError`, naming

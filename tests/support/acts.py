@@ -460,7 +460,7 @@ def draw_walk(seed: int, cuts: Sequence[Tuple[str, ...]] = CUTS) -> Walk:
     """Draw a pipeline and one to four acts at drawn moments, half of them right after a drain."""
     draw = random.Random(seed)
     walk = draw_pipeline(draw, cuts)
-    # a rule that is defined without maximize refuses it when the pipeline is built anew
+    # a rule that is defined without maximize refuses it
     has_rules = bool(select_rules(walk.args, resolve_method(walk.method, walk.args)))
     plan: Plan = {}
     for moment in sorted(draw.choices(range(walk.steps - 1), k=draw.randint(1, 4))):

@@ -7,13 +7,14 @@ looks: for an evaluation, a checkpoint, a prediction, and at the end.
 from __future__ import annotations
 
 import contextlib
-from typing import Collection
+from typing import Any, Collection, Iterable, Mapping
 
 from ipu_pipe.backends.interface import CheckpointState, HostModelEngine, Report, StepResult
 from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.devices import XlaOptions
 from ipu_pipe.backends.xla.player import Player, StagePlayer, make_passes
 from ipu_pipe.backends.xla.slots import SlotPlayer, chooses_slots
+from ipu_pipe.backends.xla.update import list_unsupported
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work
@@ -115,6 +116,9 @@ class XlaEngine(HostModelEngine):
         if not all(stats):
             return None
         return [{"total": int(one["peak_bytes_in_use"])} for one in stats if one]
+
+    def list_setting_faults(self, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+        return list_unsupported(groups)
 
     def abort(self) -> None:
         # after a fault the arrays may be lost with their device
