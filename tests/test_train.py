@@ -258,7 +258,7 @@ def test_only_training_changes_a_buffer_that_is_rebound(tmp_path: Path) -> None:
 
 
 def test_initial_weights_are_not_needed_once_a_checkpoint_exists(
-    tmp_path: Path, run_train_tool: Any
+    tmp_path: Path, run_train_tool: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run once could not be resumed or evaluated when that file was missing."""
     from models.mlp import mlp
@@ -267,7 +267,8 @@ def test_initial_weights_are_not_needed_once_a_checkpoint_exists(
     settings = [f"init_from={tmp_path / 'first.safetensors'}", "checkpoint.every=5"]
     whole = train(make_short_config(*settings), tmp_path / "whole", quiet=True)
     with interrupt_at(8):
-        train(make_short_config(*settings), tmp_path / "cut", quiet=True)
+        train(make_short_config(*settings), tmp_path / "cut")
+    assert "cut: --resume continues after update 5\n" in capsys.readouterr().out
     (tmp_path / "first.safetensors").unlink()
     resumed = train(make_short_config(*settings), tmp_path / "cut", resume=True, quiet=True)
     assert resumed["final"] == whole["final"]

@@ -204,6 +204,10 @@ class TrainingLoop:
             self.saver.wait()
         with contextlib.suppress(Exception):
             self.engine.abort()
+        if isinstance(error, KeyboardInterrupt):
+            steps = checkpoint.list_steps(self.out / "checkpoints")
+            known = f"--resume continues after update {steps[-1]}" if steps else "no checkpoint yet"
+            self.progress.say(f"{self.out}: {known}")
         # user code may exit with status 0, which would mean that the run is finished
         is_users = find_user_fault(error) is None and find_user_frame(error) is not None
         if isinstance(error, SystemExit) or (is_users and not isinstance(error, KeyboardInterrupt)):
