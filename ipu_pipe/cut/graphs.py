@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import AbstractSet, Any, Callable, Collection, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
@@ -607,7 +608,11 @@ def _write_out_attention() -> contextlib.AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+@lru_cache(maxsize=None)
 def _list_decompositions() -> dict[Any, Any]:
+    """Return the operations that are traced as others, with the functions that do so; torch looks
+    through all operations to list them.
+    """
     from torch._decomp import core_aten_decompositions, get_decompositions
 
     table = dict(core_aten_decompositions())
@@ -715,9 +720,10 @@ class _Passes:
         self.outputs = list(results[:outputs])
         by_argument = list(results[outputs:]) or [None] * count
         # a weight that no gradient reaches has None, as in autograd, not zeros: optimizers skip it
-        present = {t for t, is_absent in zip(self._tangents, absent) if not is_absent}
         if any(absent):
-            by_argument = [g if _list_ancestors([g]) & present else None for g in by_argument]
+            present = [t for t, is_absent in zip(self._tangents, absent) if not is_absent]
+            reached = self._list_dependents(present)
+            by_argument = [g if g in reached else None for g in by_argument]
         self.weight_gradients = by_argument[: groups[0]]
         first = sum(groups[:3])
         self.input_gradients = [
@@ -726,6 +732,15 @@ class _Passes:
         self._weight_views = self._list_weight_views()
         self.saved = self._find_saved()
         self.kept: list[fx.Node] = []
+
+    def _list_dependents(self, sources: Iterable[fx.Node]) -> set[fx.Node]:
+        """Return the nodes that depend on one of `sources`, themselves included."""
+        dependents = set(sources)
+        # a graph lists its nodes after those that they read
+        for node in self._joint.graph.nodes:
+            if not dependents.isdisjoint(node.all_input_nodes):
+                dependents.add(node)
+        return dependents
 
     def _list_weight_views(self) -> set[fx.Node]:
         """Return the weights, and the views that depend on nothing else."""
@@ -741,6 +756,7 @@ class _Passes:
         outputs need, no matter what depends on the gradients, the last ones.
         """
         needed = _add_elements(_list_ancestors(self.outputs))
+        varying = self._list_dependents(self._arguments)
         saved: set[fx.Node] = set()
         seen: set[fx.Node] = set()
         unvisited = _list_nodes([*self.weight_gradients, *self.input_gradients])
@@ -751,11 +767,8 @@ class _Passes:
             seen.add(node)
             if node in self._weights or node in self._tangents:
                 continue
-            is_constant = node.op != "placeholder" and not _list_ancestors([node]) & set(
-                self._arguments
-            )
             if node.op == "placeholder" or (
-                node in needed and node not in self._weight_views and not is_constant
+                node in needed and node not in self._weight_views and node in varying
             ):
                 saved.add(node)
             else:
