@@ -313,7 +313,6 @@ class Interpreter:
         """Carry out a pass, and average finished gradients over the replicas meanwhile
         (`reduction: fast`).
         """
-        # None for a stage in which nothing is trained
         overlapped = self._updates[stage.model.stage].averages.get(stage.model.stage)
         with nullcontext() if overlapped is None else overlapped.add_pass():
             carry_out(stage, m)
