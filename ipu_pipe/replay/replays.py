@@ -380,6 +380,7 @@ class RandomizedReplays:
     def count_updates(self, number: int) -> IntArray:
         """Return the updates of each stage (P,) before iteration `number`."""
         group, rest = divmod(number, GROUP)
+        # on from the nearest group that was counted; a resumed run counts all before it once
         for i in range(max(known for known in self._updates if known <= group), group):
             self._updates[i + 1] = self._updates[i] + self._count_between(
                 i * GROUP, (i + 1) * GROUP
