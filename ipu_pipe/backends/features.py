@@ -50,6 +50,7 @@ class Feature(NamedTuple):
         does not use it, or the backend has it.
         """
         why = self.lacking.get(job.config.backend.name)
+        # asked only where the backend lacks it: `find` may walk over the model
         value = self.find(job) if why else None
         if not value:
             return ""

@@ -143,6 +143,7 @@ class Engine:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.newest_model: nn.Module | None = run.model
+        # masters, where a precision has some: they are what optimizers know
         get_trained = run.precision.get_trained
         self.names = {get_trained(p): name for name, p in run.model.named_parameters()}
         # of the updates whose results were not taken yet
@@ -303,6 +304,7 @@ class Engine:
 
     def release_blocks(self) -> None:
         """Let a model that was cut into blocks train as a whole again."""
+        # blocks that a method does not train were frozen
         blocks = get_blocks(self.run.model)
         if blocks is not None:
             blocks.unfreeze()

@@ -87,6 +87,7 @@ def gather_by_rank(value: Any) -> dict[int, Any]:
     columns, by their global rank, on each of them.
     """
     group = world.get_data_group()
+    # over the data group first, then over this column: together all ranks
     columns = {dist.get_rank(): value} if group is None else gather_over(group, value)
     return {rank: one for ranks in gather_objects(columns) for rank, one in ranks.items()}
 
@@ -115,6 +116,7 @@ def report_once() -> Iterator[None]:
         yield
     except BaseException as error:
         fault = error if isinstance(error, (BadInput, RunFault)) else find_user_fault(error)
+        # without a group each process prints its own
         if fault is not None and are_joined():
             fault.is_reported = not _claim_report()
         raise
@@ -131,5 +133,6 @@ def _claim_report() -> bool:
         store = world.get_store()
         # the store adds for one process after the other, so that a single one gets 1
         return bool(answer_within(ANSWER, lambda: store.add("ipu_pipe/faults", 1)) == 1)
+    # a fault that is printed twice is better than one that is lost
     except Exception:
         return True

@@ -44,6 +44,7 @@ def launch(config: Config, asked: Mapping[str, object] | None = None) -> None:
     where = read_launch()
     backend = get_backend(config)
     raise_faults(where.faults)
+    # each of its processes would train the whole run
     if config.backend.facts.emulates and where.world > 1:
         how = f"start it without torchrun, or set {Argument('backend', 'distributed')}"
         raise BadInput(f"{Argument('backend')}: {config.backend.name}: runs in one process: {how}")

@@ -50,6 +50,7 @@ def enter(column: Column | None) -> Iterator[None]:
     global _column
     before = _column
     _column = column
+    # put back, because a process may have pipelines in several columns
     try:
         yield
     finally:
@@ -185,6 +186,7 @@ def end_group(group: Any) -> None:
 def set_timeouts(limits: Mapping[Any, timedelta]) -> None:
     """Give each process group the limit of its later collectives."""
     for group, limit in limits.items():
+        # torch has no public way to change the limit of a group that exists
         dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
@@ -204,6 +206,7 @@ def get_own_store() -> Any:
     """Return the part of the store that the pipeline's own ranks use."""
     if _column is None:
         return get_store()
+    # columns count evaluations each by themselves, under the same keys
     return dist.PrefixStore("column/" + "-".join(map(str, _column.ranks)), get_store())
 
 

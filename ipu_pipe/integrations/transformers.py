@@ -166,10 +166,12 @@ class SeededBatches(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        # states of their own: what the model draws in between does not shift the batches
         drawn = RandomStates.from_seed(derive_seed(self._seed, "loader", self.epoch))
         if hasattr(self._loader, "set_epoch"):
             self._loader.set_epoch(self.epoch)
         iterator: Iterator[Any] | None = None
+        # no batch can be this object, even if batches are None
         end = object()
         while True:
             with restore_random_states():
@@ -374,14 +376,17 @@ class PipelineTrainer(Trainer):
         does not have count 0.
         """
         count = self.args.gradient_accumulation_steps
+        # Trainer divides a loss that is no share by the batches of the update
         divisor = 1 if self.gives_shares(items) else len(batches)
         microbatches = []
         for i in range(count):
+            # the last batch again in the place of one that lacks: its loss counts 0, its shapes fit
             batch = self._fill(batches[min(i, len(batches) - 1)])
             samples = count_samples(batch)
             share = torch.tensor([count if i < len(batches) else 0, divisor])
             inputs = {"inputs": batch, "loss_share": share.repeat(samples, 1)}
             if items is not None:
+                # one number for each sample, because microbatches are cut along their samples
                 inputs["num_items_in_batch"] = torch.as_tensor(items).cpu().repeat(samples)
             microbatches.append(inputs)
         return microbatches
@@ -447,6 +452,7 @@ class PipelineTrainer(Trainer):
         enter_training(self.model)
         model = LossModel(self, self.model)
         self._modes = {module: module.training for module in model.modules()}
+        # by the names of `LossModel`, which has the model as its child
         self._names = {p: f"model.{name}" for name, p in self.model.named_parameters()}
         self._pipe = self._make_pipeline(model, len(train_dataloader))
         self.optimizer = self._pipe.optimizer
@@ -468,6 +474,7 @@ class PipelineTrainer(Trainer):
             if key not in ("clip", "backend", "method_args")
         }
         if isinstance(settings.get("stages"), list):
+            # as above: the user names modules of the model
             settings["stages"] = [f"model.{name}" for name in settings["stages"]]
         method_args = dict(self._settings.get("method_args") or {})
         warmup = config.method_settings().get("warmup", {"epochs": 0})["epochs"]
@@ -481,6 +488,7 @@ class PipelineTrainer(Trainer):
             self._optimizer,
             microbatches=1 if takes_one else count,
             method_args=method_args,
+            # a config has epochs, a loop counts in updates
             warmup=round(warmup * -(-batches_per_epoch // count)),
             clip=None if config.clip is None else (config.clip.norm, config.clip.scope),
             seed=self.args.seed,
@@ -488,6 +496,7 @@ class PipelineTrainer(Trainer):
             backend_args={
                 key: value for key, value in self._settings["backend"].items() if key != "name"
             },
+            # Trainer, too, goes on after a loss that is not finite
             **{"allow_nonfinite": True, **settings},
         )
         if pipe.microbatches != count:
@@ -534,6 +543,7 @@ class PipelineTrainer(Trainer):
             return torch.zeros_like(self._tr_loss)
         batches = self._gathered
         self._gathered = []
+        # evaluations between two updates leave other modes
         for module, mode in self._modes.items():
             module.training = mode
         assert self._pipe is not None
@@ -610,6 +620,7 @@ class PipelineTrainer(Trainer):
             tr_loss *= scale
             self._reported = 0
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        # the total is of the whole training, which this line's scale must not change
         self._total_loss_scalar -= surplus
 
     # ---- the whole model, in an epoch and between
@@ -617,6 +628,7 @@ class PipelineTrainer(Trainer):
     @contextlib.contextmanager
     def _hold_whole_model(self) -> Iterator[None]:
         """Drain, and hold the whole model with its newest weights in every process."""
+        # before the first batch the model still has all its weights
         if self._pipe is None or self._is_whole or not self._pipe.updates:
             yield
             return
@@ -646,10 +658,12 @@ class PipelineTrainer(Trainer):
             if is_main():
                 # of the stages of this process
                 state_here = dict(self._optimizer.state)
+                # the whole state for the file, and this process's own again afterwards
                 import_state(self._optimizer, self._names, state["optimizer"], state["plain"])
                 super()._save_checkpoint(model, trial)
                 self._optimizer.state.clear()
                 self._optimizer.state.update(state_here)
+        # set by the first process, which alone has saved
         self.state.best_model_checkpoint = run_on_main(lambda: self.state.best_model_checkpoint)
 
 

@@ -105,7 +105,9 @@ class TableReplays:
         """Return the replays [first, last). Raise `BadInput` if the schedule cannot be replayed."""
         number = np.arange(first, last)
         begin = first // self._width
+        # rounded up, so that the last replicas' microbatch is in it
         end = -(-last // self._width)
+        # several replicas read the same column of the table
         column = number // self._width - begin if self._width > 1 else slice(None)
         forward, backward = self._table.window(begin, end)
         recompute = self._table.recompute(begin, end)[:, column] if self._recomputes else None
@@ -116,6 +118,7 @@ class TableReplays:
             forward[:, column],
             None if self._stashes else backward[:, column],
             recompute,
+            # a view, because all stages are updated together
             np.broadcast_to(ends, (len(forward), len(ends))),
         )
 
@@ -194,13 +197,16 @@ class ReplayPlan:
         """
         if number >= self._stop:
             source = self._source
+            # the past that is kept: a row may go back, and versions are checked against it
             start = max(number - self._source.reach, self._start)
             updates = self._updates[:, start - self._start, None]
             self._start = start
             self._stop = min(number + max(WINDOW, source.reach // 2), source.count)
+            # and the future of `reach` replays, in which a version may still be read
             self._window = window = source.window(
                 start, min(self._stop + source.reach, source.count)
             )
+            # before each replay, so its own updates are left out of the sum
             self._updates = updates + np.cumsum(window.updates, axis=1) - window.updates
             require_made_versions(window, self._updates, start, source.reach)
             self._views = self._correct(window)
@@ -374,6 +380,7 @@ class RandomizedReplays:
     def count_updates(self, number: int) -> IntArray:
         """Return the updates of each stage (P,) before iteration `number`."""
         group, rest = divmod(number, GROUP)
+        # on from the nearest group that was counted; a resumed run counts all before it once
         for i in range(max(known for known in self._updates if known <= group), group):
             self._updates[i + 1] = self._updates[i] + self._count_between(
                 i * GROUP, (i + 1) * GROUP

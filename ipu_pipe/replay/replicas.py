@@ -143,6 +143,7 @@ class OuterOptimizer:
         self.sgd.zero_grad(set_to_none=True)
         for replica_weights in weights:
             for i in indices:
+                # in place: the parameters of the replica that is in the model are these tensors
                 replica_weights[i].copy_(self.shared[i].lerp(replica_weights[i], self.settings.mix))
         self._deltas.clear()
 

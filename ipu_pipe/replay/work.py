@@ -120,6 +120,7 @@ class Work:
         if self.method.rounds is not None:
             return [LossShare(weight, float(weight > 0)) for weight in weights]
         total = 0.0
+        # not sum(), which compensates for rounding from Python 3.12 on
         for weight in weights:
             total += weight
         return [

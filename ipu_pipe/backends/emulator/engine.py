@@ -60,6 +60,7 @@ def time_stages(run: Run) -> StageSeconds:
         backward = [f + b for f, b in zip(passes.forward, backward)]
     pass_seconds = np.add(passes.forward, backward)
     update_seconds = updates.least[0] / run.table.schedule.accumulate
+    # spreads are shares, each of its own time
     excess = np.array(passes.spread) * pass_seconds + updates.spread * update_seconds
     spread = compute_share(excess, pass_seconds + update_seconds)
     # without the number of passes, which depends on how busy the machine was
@@ -78,6 +79,7 @@ def _time_passes(run: Run) -> PassSeconds:
     footprint = run.footprint
     flops = footprint.backward_flops or tuple(BACKWARD * f for f in footprint.forward_flops)
 
+    # clones, because the model and the loss may write to what they get
     def run_forward() -> list[torch.Tensor]:
         return compute_losses(run.loss, call_model(run.model, clone_tensors(x)), clone_tensors(y))
 
@@ -96,6 +98,7 @@ def _time_updates(run: Run) -> BestSeconds:
     if not all(type(optimizer).__module__.startswith("torch.optim.") for optimizer in optimizers):
         nothing = np.zeros((1, len(run.partition)))
         return BestSeconds(nothing, nothing[0])
+    # a copy, because the timed steps would change the run's state
     copies = copy.deepcopy(optimizers)
     groups_of_copy = [optimizer.param_groups for optimizer in copies]
     for p in (p for groups in groups_of_copy for group in groups for p in group["params"]):
@@ -107,10 +110,12 @@ def _time_updates(run: Run) -> BestSeconds:
         seconds = np.zeros((1, len(run.partition)))
         for optimizer, groups in zip(copies, groups_of_copy):
             for stage in range(len(run.partition)):
+                # the timed part of the step: the groups of one stage
                 optimizer.param_groups = [group for group in groups if group["stage"] == stage]
                 if any(group["params"] for group in optimizer.param_groups):
                     start = read_seconds()
                     optimizer.step()
+                    # the host only queues the step of a GPU
                     kind.synchronize()
                     seconds[0, stage] += read_seconds() - start
         return seconds
@@ -177,11 +182,13 @@ class EmulatorEngine(Engine):
 
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         old = self._emulator
+        # the newest weights must be in the parameters, from which the new stores begin
         old.close()
         # replicas with weights of their own go on through the optimizer's state, as through a
         # checkpoint
         with contextlib.nullcontext() if is_loaded else old.export_replicas():
             self._emulator = self._make_emulator(Work.of(self.run, update, table))
+        # peaks are of the whole run
         self._emulator.weights.peak_bytes = old.weights.peak_bytes
         self._unread_update = update
 
@@ -200,6 +207,7 @@ class EmulatorEngine(Engine):
             update = self._emulator.update // self._block_updates
             batches.append(batch)
             weights.append(source.weigh(batch, update, replay.microbatch, replay.replica))
+        # moved to the device one by one, when its replay comes
         return map(source.prepare, batches), weights
 
     def _microbatches(self) -> Iterator[tuple[Any, Any]]:
@@ -209,6 +217,7 @@ class EmulatorEngine(Engine):
         is_done = False
         while not is_done:
             replay = self._emulator.replay
+            # asked before the batch is given: running it moves on to the next replay
             is_done = len(replay.updates) > 0
             yield self.run.batches.load(replay.microbatch, replay.replica)
 

@@ -153,6 +153,7 @@ class Emulator:
     def replay(self) -> Replay:
         """The next replay."""
         if self._replay is None:
+            # looked up once: data and passes ask for the same one
             self._replay = self._plan.replay(self._number)
             self._microbatch = self._replay.microbatch
         return self._replay
@@ -184,6 +185,7 @@ class Emulator:
         assert by_microbatch and len(replay.updates), (
             f"{len(by_microbatch)} microbatches: not those up to the next update"
         )
+        # (blocks, microbatches)
         by_block = [list(results) for results in zip(*by_microbatch)]
         self._unread.append((self.update // self.work.block_updates, samples, by_block))
         return replay
@@ -199,6 +201,7 @@ class Emulator:
         if self._independent:
             self._independent.enter(replay.replica)
         if self._stage_buffers:
+            # with drawn updates each replay updates one stage
             self._stage_buffers.stage = int(replay.updates[0])
         (output, losses), losses_for_backward = self._forward(replay, x, y, weight)
         self.weights.load(replay.backward)
@@ -213,6 +216,7 @@ class Emulator:
                 [self.work.scale_loss(loss, weight) for loss in losses_for_backward]
             )
         if self._row_order:
+            # while this microbatch's gradients are alone in the parameters
             self._row_order.gather(replay.replica, replay.microbatch)
         if self._gradient_replicas:
             self._gradient_replicas.leave(replay.replica)
@@ -224,6 +228,7 @@ class Emulator:
         self._replay = None
         self.weights.release(self._plan.find_oldest(self._number))
         outputs = output if isinstance(output, BlockOutputs) else [output]
+        # the loss itself would keep the graph until the result is read
         return [
             MicrobatchResult(
                 loss.detach(), count_right(take_scores(self.work.loss, block_output), y), weight
@@ -235,6 +240,7 @@ class Emulator:
         """Key the draws of a pass by the number of its microbatch among all replicas'."""
         if self._random is None:
             return nullcontext()
+        # one sequence over all replicas, so that no two of them draw alike
         number = replay.microbatch * self._replica_count + replay.replica
         return self._random.backward(number) if is_backward else self._random.forward(number)
 
@@ -246,13 +252,16 @@ class Emulator:
         """
 
         def forward(x: Any, y: Any) -> Forward:
+            # hooks only raise it, so each forward begins at 0
             self._watch.stage = 0
             # inputs of another shape are recorded before draws are keyed, whose calls are counted
             if self._blocks is not None:
                 self._blocks.pieces[0].cut.prepare(x, training=True)
             with self._key_draws(replay, is_backward=False):
                 output = call_model(self.model, x)
+            # the loss belongs to the last stage
             self._watch.stage = self._last_stage
+            # a mean over no labels is NaN, which a weight of 0 would not remove
             if weight is not None and not weight.share:
                 return output, compute_zero_losses(self.work.loss, output)
             return output, compute_losses(self.work.loss, output, y)
@@ -271,6 +280,7 @@ class Emulator:
 
     def _update(self, replay: Replay) -> None:
         self._phase = "update"
+        # the replay that has just ended, whose updates these are
         done = self._number - 1
         if self._independent:
             self._independent.end_step(self.work, self.update)
@@ -279,6 +289,7 @@ class Emulator:
             return
         stages = None if len(replay.updates) == self._last_stage + 1 else replay.updates.tolist()
         versions = self._plan.count_updates(done)
+        # before the step, which overwrites what later replays still read
         self.weights.stash_before_update(self._plan.find_later_reads(versions, done), stages)
         if self._gradient_replicas:
             self._gradient_replicas.average()

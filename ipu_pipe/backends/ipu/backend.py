@@ -108,6 +108,7 @@ def start(config: Config, asked: Mapping[str, object]) -> None:
     if is_under_poprun():
         group_arguments = _read_poprun_group()
         is_one_of_several = group_arguments["world_size"] > 1
+    # a caller may have made the group
     if is_one_of_several and not dist.is_initialized():
         timeout = datetime.timedelta(seconds=max(config.backend.deadline, COMPILATION))
         dist.init_process_group("gloo", timeout=timeout, **group_arguments)
@@ -198,6 +199,7 @@ def make(run: Run, first_update: int, table: VersionTable) -> Engine:
     is_block = ipu.local == "decoupled"
     ipus = place_stages(ipu, len(run.partition)).ipu_count
     share = read_poprun_share(options.replicas)
+    # PopTorch attaches powers of two
     count = 1 if is_block else round_up_ipus(ipus * share.replicas)
     # by these variables PopTorch takes a simulator, or waits until a device is free
     names = ("POPTORCH_IPU_MODEL", "POPTORCH_WAIT_FOR_IPU")
@@ -225,6 +227,7 @@ def count_in_flight(job: Job) -> IntArray | None:
     in_flight = make_lockstep_schedule(
         job.method, len(poptorch_stages), accumulate, accumulate
     ).max_in_flight()
+    # each of our stages has the count of the PopTorch stage that it belongs to, (P,)
     return np.repeat(in_flight, [len(stages) for _, stages in poptorch_stages])
 
 

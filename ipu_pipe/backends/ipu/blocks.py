@@ -102,6 +102,7 @@ class BlockEngine(IpuEngine):
 
     def __init__(self, run: Run, first_update: int, table: VersionTable) -> None:
         rank = dist.get_rank()
+        # this process has one IPU, its number 0
         super().__init__(run, Placement((0,)), CallTimes(run.trace, rank, rank))
         self.depth = len(run.partition)
         self.has_results = self.is_main
@@ -132,6 +133,7 @@ class BlockEngine(IpuEngine):
         self._results: dict[int, torch.Tensor] = {}
         # type of the activations
         self._type = torch.float16 if self.options.precision.startswith("16") else torch.float32
+        # a call sends a message for each of its updates
         self.messages = Messages(SENDS_IN_FLIGHT * (1 + self._block_updates))
         # rank 0 is at most so many results late, so that no block ever waits until it receives one
         self._late_results = self.depth + self.updates_per_call
@@ -141,6 +143,7 @@ class BlockEngine(IpuEngine):
         self._received: dict[int, StepResult] = {}
         # an input microbatch of this block
         self.example = run.example[0]
+        # only the first block sees the data's inputs
         if rank:
             self.example = torch.zeros(blocks.crossings[rank - 1].tensors[0].shape)
         self._read_host(first_update)
@@ -152,6 +155,7 @@ class BlockEngine(IpuEngine):
         """
         ipu = self.ipu
         local = read_launch().local_rank
+        # without ids each process of a machine takes the IPU of its local rank
         self._ipu_id = ipu.ipu_ids[rank] if ipu.ipu_ids else rank if local is None else local
         shares = ipu.available_memory_proportion
         if isinstance(shares, list):
@@ -220,6 +224,8 @@ class BlockEngine(IpuEngine):
         _, *outputs = executors.call(updates, updates[-1], x, y)
         if not self._is_last:
             sent = self.messages.sent
+            # the next block may be updated more often, so it gets the activations of each update by
+            # themselves
             for k, part in zip(updates, outputs.pop().chunk(self._block_updates)):
                 sent[0], sent[1] = sent[0] + part.numel() * part.element_size(), sent[1] + 1
                 self._send(part, k + 1)
@@ -239,6 +245,7 @@ class BlockEngine(IpuEngine):
             x = self._receive(executors.rows // self.options.micro_batch_size, tag)
         outputs = executors.infer(x)
         if not self._is_last:
+            # activations are the last output
             self._send(outputs.pop(), tag)
         return outputs
 

@@ -84,6 +84,7 @@ class NamedOptions(Section):
         for name, item in cls._join_names(value) if isinstance(value, dict) else ():
             section, _, rest = str(name).partition(".")
             is_divided = rest and section in cls.model_fields
+            # merged, because a section may be named both ways in one config
             nested = merge_keys(nested, {section: {rest: item}} if is_divided else {name: item})
         return nested if isinstance(value, dict) else value
 
@@ -118,6 +119,7 @@ def make_section(name: str, types: Mapping[str, Any]) -> Any:
             inner = make_section(key, kind)
             fields[key] = (inner, inner())
         else:
+            # a list in the file names the values of an enum
             annotation = Literal[tuple(kind)] if isinstance(kind, list) else TYPES[kind]
             fields[key] = (Optional[annotation], None)
     section = create_model(name, __base__=NamedOptions, __module__=__name__, **fields)
@@ -231,6 +233,7 @@ class IpuConfig(Section):
     def stream_state(self) -> IpuConfig:
         """Return the section with the optimizer's state in streaming memory."""
         location = {"TensorLocations.setOptimizerLocation": {"useOnChipStorage": False}}
+        # validated anew, because a copy would take the name with dots as a field
         options = type(self.options).model_validate({**self.options.model_dump(), **location})
         return self.model_copy(update={"options": options, "use_combined_accum": False})
 

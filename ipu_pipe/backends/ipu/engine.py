@@ -98,6 +98,7 @@ class IpuEngine(HostModelEngine):
 
     def _read_host(self, update: int) -> None:
         """Start from the host's weights and optimizer state, after this many updates."""
+        # clones, because a snapshot must outlive later updates of the host's model
         model = {
             name: value.detach().clone() for name, value in self.run.model.state_dict().items()
         }
@@ -112,6 +113,7 @@ class IpuEngine(HostModelEngine):
         )
 
     def _make_options(self, training: bool) -> Any:
+        # by the update it starts from, so that a restart does not draw the first masks again
         seed = derive_seed(self.run.seed, "ipu", self._saved.update, self._rank) % 2**32
         # randomSeed seeds the host's generator, too
         with torch.random.fork_rng(devices=[]):
@@ -151,16 +153,19 @@ class IpuEngine(HostModelEngine):
         tallies = [Tally(self.run.loss, metrics) for _ in range(self._loss_count)]
         executors.begin_evaluation()
         calls = split_into_calls(self._read_shard(batches), executors.rows)
+        # counted, because blocks of other processes know a call by its number
         for number in itertools.count():
             x, y, count = next(calls, example)
             if not self._is_any_left(count):
                 break
+            # every process makes the call, also with no samples of its own
             outputs = self._infer(executors, fill_up(x, executors.rows), number)
             for tally, output in zip(tallies[self._losses_here], outputs) if count else ():
                 tally.add(trim_output(output, count), y[:count], count)
         executors.end_evaluation()
         sums = torch.stack([tally.sums for tally in tallies])
         if self._world > 1:
+            # sums of samples, so that processes may have different numbers of them
             dist.all_reduce(sums)
         return sums
 
@@ -179,9 +184,11 @@ class IpuEngine(HostModelEngine):
     # ---- state
 
     def copy_to_host(self) -> None:
+        # the newest snapshot may be of this update already
         if self.executors is not None and self._saved.update != self._done:
             snapshot = self._run("state", lambda executors: executors.snapshot(self._done))
             self._saved = snapshot
+        # weights of blocks of other processes stay as they are
         load_state(self.run.model, {**self.run.model.state_dict(), **self._saved.model})
 
     def collect_state(self) -> CheckpointState | None:
@@ -274,6 +281,7 @@ class PoptorchEngine(IpuEngine):
             range(share.first, share.first + share.replicas),
         )
         with describe_errors("starting the data loader"):
+            # no call is run, so no worker loads any ahead
             loading = DataLoading() if self.ipu.compile_only else self.ipu.data_loading
             self.feed = Feed(self.calls, loading, self.executors.training_options)
 
@@ -315,9 +323,11 @@ class PoptorchEngine(IpuEngine):
         try:
             return work(self.executors)
         except poptorch.RecoverableError as error:
+            # other instances cannot go back to this snapshot
             if not self._may_retry or self._world > 1:
                 raise self._give_up(error) from error
             reason = f"device error ({error.recovery_action}): {describe_error(error)}"
+            # before new executors are made: one of the frames holds the device
             forget_frames(error)
         try:
             self._recover(reason)
@@ -336,6 +346,7 @@ class PoptorchEngine(IpuEngine):
         self._drop()
         self._start()
         assert self.executors is not None
+        # results of repeated updates were reported before
         for k in range(self._saved.update, self._done, self.updates_per_call):
             self._call(self.executors, k)
 
@@ -389,6 +400,7 @@ class PoptorchEngine(IpuEngine):
                 f"{name_key('backend.ipu.device_iterations')}: {self.updates_per_call}: {why}"
             )
         self._read_host(update)
+        # a loop's batches cannot be read again
         self._may_retry = self._reads_again
         self._drop()
         self._start()
@@ -415,11 +427,14 @@ class PoptorchEngine(IpuEngine):
         iterations = self.updates_per_call
         _, *outputs = executors.call(range(k, k + iterations), k, *self.feed.take())
         rows = iterations if self.ipu.output_mode == "all" else 1
+        # (rows, blocks, 3)
         figures = average_outputs(rows, self._loss_count, *outputs)
         if self.ipu.output_mode == "sum":
+            # the device has added up the losses of all microbatches of the call
             figures[..., 0] /= iterations * self.options.gradient_accumulation
         if self._world > 1:
             dist.all_reduce(figures)
+            # losses are means, the counts of labels are sums
             figures[..., 0] /= self._world
         # output modes other than all have one row for all updates of a call
         return [make_result(row, self.run.samples) for row in figures.expand(iterations, -1, -1)]
@@ -445,6 +460,7 @@ class PoptorchEngine(IpuEngine):
     def collect_state(self) -> CheckpointState | None:
         assert not self._results, "a checkpoint inside a call"
         state = super().collect_state()
+        # a retry repeats no more than what follows this checkpoint
         self._may_retry = self._reads_again
         return state if self.is_main else None
 

@@ -146,11 +146,13 @@ class Executors:
         model's outputs.
         """
         with describe_errors(f"update {updates[0]}"):
+            # by the input of the first call
             if not self.training.isCompiled():
                 self.compile(x, y)
                 # only the compiled model tells the names of its optimizer state
                 if self._start.update:
                     write_state(self.training, self.optimizer, self._start.optimizer)
+            # an evaluation has released the IPUs
             if not self.training.isAttachedToDevice():
                 self.training.attachToDevice()
             scaling = self._options.ipu.get_loss_scaling(rates_of)
@@ -221,11 +223,13 @@ class Executors:
     def snapshot(self, update: int, with_optimizer: bool = True) -> Snapshot:
         """Return copies of the present weights and optimizer state."""
         like = self._run.model.state_dict()
+        # the IPUs are kept: training goes on
         self.leave_training(False)
         model = {}
         for name_here, value in self.wrapped.state_dict().items():
             name = get_unsplit_name(name_here)
             if name is not None:
+                # the copy may be in half precision, and the user's model is not
                 model[name] = value.detach().clone().to(like[name].dtype)
         return Snapshot(update, model, read_state(self.optimizer) if with_optimizer else None)
 

@@ -122,6 +122,7 @@ class Feed:
     def _start(self, loading: DataLoading, options: Any) -> None:
         import poptorch
 
+        # asked before a worker starts, which would fail without a line of its own
         try:
             pickle.dumps(self._calls)
         except Exception as error:
@@ -149,8 +150,10 @@ class Feed:
             )
             self._loader = loader
             self._source = iter(loader)
+        # the worker may have left its error in the file
         except (poptorch.Error, AssertionError, OSError) as error:
             self._raise_fault(error)
+        # Ctrl-C while the worker starts must not leave it behind
         except BaseException:
             self.close()
             raise
@@ -205,6 +208,7 @@ def split_into_calls(
     waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
     for batch in batches:
         x, y = (torch.cat(parts) for parts in zip(*waiting, batch))
+        # a batch may fill several calls
         while len(x) >= rows:
             yield x[:rows], y[:rows], rows
             x = x[rows:]
@@ -217,6 +221,7 @@ def split_into_calls(
 
 def fill_up(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Return x with its last sample repeated up to `rows` samples."""
+    # the device takes one number of rows; what is filled up does not count
     if len(x) >= rows:
         return x[:rows]
     last = x[-1:].expand(rows - len(x), *x.shape[1:])

@@ -87,9 +87,11 @@ class Observer:
         for tensor in inputs:
             if id(tensor) in self._weight_names:
                 users = self.users.setdefault(self._weight_names[id(tensor)], set())
+                # the stage that runs now
                 users.add(self.order[-1])
         without_gradient = not torch.is_grad_enabled() and name not in _SHAPE_ONLY
         loses_gradient = without_gradient and any(t.requires_grad for t in inputs)
+        # after the inputs were examined, which the function may change
         result = func(*args, **kwargs)
         if loses_gradient and any(t.is_floating_point() for t in list_tensors(result)):
             self.ungraded.add(f"{name} in {self.running[-1]}")
@@ -119,6 +121,7 @@ def run_observed(job: Job, observer: Observer) -> tuple[torch.Tensor, list[str]]
     """
     model = job.model
     x, y = job.example
+    # clones beside the tensors: a module may write a buffer, or put another one in its place
     before = {name: (t, t.clone()) for name, t in model.named_buffers()}
     # a tensor on the meta device has no values by which a write would show
     versions = {name: t._version for name, t in model.named_buffers()}
@@ -138,6 +141,7 @@ def run_observed(job: Job, observer: Observer) -> tuple[torch.Tensor, list[str]]
                 )  # type: ignore[misc]
             )
         with FunctionWatch(observer.record_call):
+            # a clone, because the model may write to its input
             loss = job.loss(model(x.clone()), y)
         now = dict(model.named_buffers())
         written = [
@@ -215,7 +219,9 @@ def _find_functions(loss: torch.Tensor) -> Iterator[str]:
     while waiting:
         node = waiting.pop()
         if node not in seen:
+            # a graph joins again, as after a skip connection
             seen.add(node)
             waiting += [next_node for next_node, _ in node.next_functions]
             if isinstance(node, torch.autograd.function.BackwardCFunction):
+                # torch names the node after its Function, with this ending
                 yield type(node).__name__.replace("Backward", "")

@@ -53,6 +53,7 @@ def translate_optimizer(run: Run, wrapped: Wrapped, first_update: int) -> Any:
     names = {p: name for name, p in run.model.named_parameters() if name in trained}
     (kind,), groups = list_kinds(optimizer), []
     for group in optimizer.param_groups:
+        # a decoupled block has a part of the parameters
         chosen = [trained[names[p]] for p in group["params"] if p in names]
         if chosen:
             settings = {key: convert(group[key]) for key, convert in SETTINGS[kind].items()}
@@ -61,6 +62,7 @@ def translate_optimizer(run: Run, wrapped: Wrapped, first_update: int) -> Any:
             groups.append({"params": chosen, **place, **settings})
     if not groups:
         raise BadInput("model: it has no parameter that needs a gradient here: nothing to train")
+    # defaults, which each group overrides
     settings = {key: groups[0][key] for key in SETTINGS[kind]}
     if kind == "rmsprop":
         settings["centered"] = bool(optimizer.param_groups[0]["centered"])
@@ -187,8 +189,10 @@ def write_state(executor: Any, optimizer: Any, saved: IpuState | None) -> None:
         state = {}
         for name, value in present.tensors.items():
             tensor = loaded.get(name, value)
+            # from the scale of the run that saved it to this run's
             if name.startswith(VELOCITIES):
                 tensor = tensor.float() * (present.scale / saved.scale)
+            # a state in half precision keeps its dtype
             state[name] = tensor.to(value.dtype)
         optimizer.load_state_dict({**optimizer.get_state_dict(), STATE: state})
     executor.setOptimizer(optimizer)

@@ -91,6 +91,7 @@ def make_options(
         if ipu_id is not None:
             options.useIpuId(ipu_id)
     stages = [
+        # neighboring stages on one IPU are one stage for PopTorch
         poptorch.Stage(*map(name_stage, stages)).ipu(index)
         for index, stages in placement.poptorch_stages
     ]
@@ -129,10 +130,12 @@ def make_options(
         # an option that the config names wins over one that follows from its other keys
         popart = {**_choose_recomputation(chosen, is_split), **popart}
     for name, value in settings.items():
+        # None leaves PopTorch's own default
         if value is not None:
             attrgetter(name)(options)(value)
     for name, value in popart.items():
         options._Popart.set(name, value)
+    # last, so that an option by its own name wins
     apply_options(options, ipu.options.model_dump(), training)
     return options
 

@@ -141,6 +141,7 @@ def read_profile(path: Path) -> dict[str, Any]:
         steps = list(report.execution.steps)
     devices = []
     for index in range(target.numIPUs):
+        # the report lists the tiles of all IPUs one after another
         sizes = tiles[index * target.tilesPerIpu : (index + 1) * target.tilesPerIpu]
         work = [step.ipus[index] for step in steps]
         devices.append(

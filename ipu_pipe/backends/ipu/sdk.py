@@ -60,6 +60,7 @@ def predict_refusals(job: Job) -> list[str]:
         run_observed(job, observer)
     faults = [
         ": ".join(filter(None, [place, list_some(list(dict.fromkeys(names)), 3), what]))
+        # one line for a fault, whatever the number of modules that have it
         for (place, what), names in observer.faults.items()
     ]
     faults += [
@@ -104,6 +105,7 @@ class _OperationObserver(Observer):
         for tensor in list_tensors((args, kwargs)):
             self._require_known(name, tensor)
         for function, place, key, operation in REFUSED_ARGUMENTS:
+            # by its name or by its place
             value = kwargs.get(key, dict(enumerate(args)).get(place))
             if name == function and (isinstance(value, torch.Tensor) or value):
                 self._note(f"{name} with {key} (aten::{operation})", REFUSED)
@@ -113,6 +115,7 @@ class _OperationObserver(Observer):
         else:
             with OperationWatch(functools.partial(self._examine, name)):
                 result = super().record_call(func, args, kwargs)
+        # results are made on the IPU
         self._known.update(map(get_storage, list_tensors(result)))
         return result
 
@@ -159,6 +162,7 @@ def list_user_files(objects: Iterable[Any]) -> list[Path]:
         file = getattr(module, "__file__", None)
         if file and is_user_file(file) and Path(file) not in files:
             files[Path(file)] = None
+            # what the module imports is among its names
             waiting += vars(module).values()
     return sorted(files)
 
@@ -204,6 +208,7 @@ def _iterate_names(tree: ast.AST) -> Iterator[tuple[str, Any]]:
                 name = f"{module}.{alias.name}".lstrip(".")
                 full_names[alias.asname or alias.name] = name
                 yield name, node
+    # a second walk, because a name may be used above its import in the file
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             head, _, rest = _join_attributes(node).partition(".")

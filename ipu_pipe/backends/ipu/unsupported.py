@@ -83,6 +83,7 @@ def check_config(config: Config, method: Method) -> list[str]:
         *_list_block_cases(config, method),
     ]
     faults = check_method(method) + describe_cases(config, cases)
+    # the placement is looked up below, which needs settings that are sound
     if not faults and config.ipu.local == "fused" and method.structure is None:
         stages = config.stages.get("count") if isinstance(config.stages, dict) else config.stages
         # other forms have a number of stages only when the model is there (`check_model`)
@@ -234,6 +235,7 @@ def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterat
         f"a PopTorch pipeline of {forward} stages needs at least 2 x {forward} - 1 = {least} "
         f"microbatches per update"
     )
+    # on one IPU nothing is pipelined, whatever the number of stages
     has_too_few = pipelined and placement.ipu_count > 1 and config.gradient_accumulation < least
     yield Case(has_too_few, "gradient_accumulation", why)
     why = f"must be one number, or {placement.ipu_count}, one per IPU"
@@ -398,6 +400,7 @@ def _list_optimizer_cases(
         )
         return
     ipu = config.ipu
+    # settings that are on in any group
     chosen = {
         key: value for group in groups for key, value in group.items() if key != "params" and value
     }

@@ -67,8 +67,10 @@ class LocalBlocks(nn.Module):
         """
         value: Any = x
         for index, piece in enumerate(self._pieces, self._first):
+            # set here, because the pieces are no children, which eval() would reach
             piece.training = self.training
             value = piece(value)
+            # detached: the next block's gradient ends here
             activations = tree_map(torch.Tensor.detach, value)
             if str(index) in self.heads:
                 yield self.heads[str(index)](get_activation(value)), activations
@@ -104,6 +106,7 @@ def copy_piece(piece: Piece) -> nn.Module:
 def _make_path(root: nn.Module, path: str) -> nn.Module:
     """Return the module at `path`; make it if it does not exist."""
     for part in filter(None, path.split(".")):
+        # two names may begin with the same path
         root._modules.setdefault(part, nn.Module())
         root = root._modules[part]  # type: ignore[assignment]
     return root
@@ -162,6 +165,7 @@ class Wrapped(nn.Module):
             known_counts = [counts for counts in counts_of_right if counts is not None]
             # by this mark PopTorch finds the loss with which the backward begins
             outputs = [poptorch.identity_loss(total, "none"), by_block]
+            # either all blocks count, or none: one tensor has a row for each
             if len(known_counts) == len(counts_of_right):
                 outputs.append(torch.stack(known_counts))
         return (*outputs, *passed_on)

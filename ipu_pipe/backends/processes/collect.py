@@ -74,9 +74,11 @@ def export_stages(
     names = {p: name for p, name in names.items() if id(p) in trained}
     tensors, plain = optimizer.export_state(run.optimizer, names)
     export = make_export(run, is_whole)
+    # a key is the weight's name, a slash and the entry
     tensors = {key: export(key.rpartition("/")[0], value) for key, value in tensors.items()}
     weights: dict[str, torch.Tensor] = {}
     for model in models:
+        # a checkpoint has the exact weights, not the rounded ones
         with run.precision.put_masters_in_place():
             state = model.piece.select_state()
             weights.update({key: export(key, t).detach().cpu() for key, t in state.items()})
@@ -135,6 +137,7 @@ def find_holders(model: nn.Module, cut: Sequence[Piece]) -> dict[str, int]:
     stage_of = {
         id(tensor): stage for stage, piece in enumerate(cut) for tensor in piece.list_tensors()
     }
+    # tensors that no stage holds are left out: they stay as they are
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: stage_of[id(tensor)] for name, tensor in named if id(tensor) in stage_of}
 
@@ -151,6 +154,7 @@ def broadcast_weights(
     `holders`: the result of `find_holders`; `placement`: the device, which is the rank, of each
     stage; `freed`: the tensors to copy into, all if None.
     """
+    # a wait with the deadline, which a broadcast of objects has not
     mail.all_gather(torch.zeros(1))
     freed_ids = None if freed is None else {id(tensor) for tensor in freed}
     # in the same order on all ranks, because a broadcast is collective
@@ -166,6 +170,7 @@ def broadcast_weights(
             world.broadcast_object_list(values, source, mail.group)
         for name, tensor in tensors.items():
             if freed_ids is None or id(tensor) in freed_ids:
+                # not copied into: a freed tensor has one number for all its elements
                 tensor.data = values[0][name].to(tensor.device)
 
 
@@ -181,6 +186,7 @@ def gather_weights(
     """
     stages_here = layout.stages_of_rank if layout.is_leading else []
     names_here = [name for name, stage in holders.items() if stage in stages_here]
+    # rank 0's own are in the model already
     tensors = {
         name: operator.attrgetter(name)(model).detach().cpu() for name in names_here if layout.rank
     }
@@ -202,6 +208,7 @@ def free_other_stages(
     pieces = [
         piece for model in models for piece in (model.piece, model.previous) if piece is not None
     ]
+    # by identity, because a weight of another stage may be tied to one here
     here = {id(t) for piece in pieces for t in piece.list_tensors()}
     others = [t for piece in cut for t in piece.list_tensors()]
     blocks = get_blocks(run.model)
@@ -212,6 +219,7 @@ def free_other_stages(
                 others += [*head.parameters(), *head.buffers()]
     others = [t for t in others if id(t) not in here]
     return free(
+        # the exact copies of freed weights are freed with them
         [*others, *(run.precision.get_trained(t) for t in others if isinstance(t, nn.Parameter))]
     )
 
@@ -224,6 +232,7 @@ def free(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     for tensor in freed:
         # NaN shows in any result that reads a freed weight by mistake
         value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+        # one number that is expanded: the shape stays, the memory goes
         tensor.data = torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(
             tensor.shape
         )
@@ -300,6 +309,7 @@ class GradientCollection:
 
     def send(self, k: int) -> None:
         """Send the copied gradients of update k to rank 0."""
+        # rank 0 keeps its own in `_noted`
         for s in self._parameters if self._layout.rank else ():
             if (k, s) in self._noted:
                 self._mail.send(Message(OBSERVED, k, s, 0), self._noted.pop((k, s)))
@@ -364,6 +374,7 @@ class Evaluation:
         with self._enter_evaluation():
             if layout.is_leading:
                 self._sum_by_stage(batches(), metrics, sums)
+        # other columns evaluate for themselves
         if layout.replicas > 1 and layout.column is None:
             self._count += 1
             wait_for_first_replica(layout, self._mail, self._count)
@@ -433,6 +444,7 @@ class Evaluation:
         tallies = {model.stage: Tally(self._run.loss, metrics) for model in self._models}
         checksum = 0
         for batch, (x, y) in enumerate(batches):
+            # inputs, which the first stage uses, and labels, which stages with a loss use
             checksum = compute_checksum((x, get_labels(y)), checksum)
             crossings = self._prepare(x)
             for model in self._models:
@@ -459,11 +471,13 @@ class Evaluation:
         if not model.is_first:
             message = Message(TEST, batch, s - 1, s)
             crossing = crossings[s - 1]
+            # its shape is known only with this batch
             self._mail.expect([(message, crossing.tensors)])
             value = crossing.from_messages(
                 [tensor.to(model.device) for tensor in self._mail.receive(message)]
             )
         output = model.piece(value)
+        # the next stage takes the output without the auxiliary head
         if not model.is_last:
             self._mail.send(Message(TEST, batch, s, s + 1), crossings[s].to_messages(output))
         return output if model.head is None else model.head(get_activation(output))
@@ -521,6 +535,7 @@ def report_rank(run: Run, interpreter: Interpreter, trace: Trace | None) -> Rank
     stages = interpreter.stages
     replicas = interpreter.independent
     count = interpreter.layout.stages
+    # replicas with weights of their own keep their optimizer states besides the optimizer's
     others = [
         state
         for stage_replicas in replicas.values()

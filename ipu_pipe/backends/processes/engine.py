@@ -128,8 +128,10 @@ class ProcessEngine(Engine):
             _bound_sends(run),
             self._kinds,
         )
+        # after the mail, which knows the limit of a wait
         self._ranks_of_shards = self._limit_groups_of_shards()
         group = groups[layout.rank % layout.devices] if groups else None
+        # one for all stages of the rank, so that the labels of an update are read once
         if run.loss_weight is not None:
             self._weights = UpdateWeights(work, self._microbatches, self._mail, group)
             for model in models:
@@ -166,6 +168,7 @@ class ProcessEngine(Engine):
         groups = precision.masters.list_groups() if precision.is_sharded else []
         self._mail.limit_groups(groups)
         ranks = {rank for group in groups for rank in world.list_global_ranks(group)}
+        # without this rank, which cannot be the one that it waits for
         return sorted(ranks - {world.name_rank(self._layout.rank)})
 
     @contextlib.contextmanager
@@ -184,6 +187,7 @@ class ProcessEngine(Engine):
         """
         if not groups:
             return []
+        # None where gradients go through the host's memory
         nccl_group = (channels or {}).get(REPLICAS)
         return [
             ReplicaGroup(groups[device], nccl_group, self.run.options.is_fast)
@@ -250,6 +254,7 @@ class ProcessEngine(Engine):
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         with self._attribute_errors():
             old = self._interpreter
+            # the mail goes on, and the next stretch's messages may have the same numbers
             old.end()
             self._mail.forget_expected()
             self._kinds.forget()
@@ -284,6 +289,7 @@ class ProcessEngine(Engine):
         """Find the stages whose backward can be split and warn of the others. All ranks must call
         this at once.
         """
+        # (P,); a rank knows its own stages alone
         is_whole = torch.zeros(self._layout.stages, dtype=torch.int64)
         for s, stage in stages.items():
             # a trial would write whole weights
@@ -367,6 +373,7 @@ class ProcessEngine(Engine):
         with self._record_pause("checkpoint", "checkpoint"):
             ranks = collect.gather(self._mail, self._export(is_whole=True))
         return (
+            # the ranks of the first replica, whose buffers are the model's
             None if ranks is None else collect.merge_ranks(self.run, ranks[: self._layout.devices])
         )
 
@@ -376,6 +383,7 @@ class ProcessEngine(Engine):
         # only the first replica writes
         if not self._layout.is_leading and not every_replica:
             return CheckpointState({}, {}, {})
+        # all ranks have the tensors that no stage uses, so one writes them
         rest = collect.export_rest(self.run, self._cut) if self.is_main or every_replica else {}
         return part._replace(model={**part.model, **rest})
 
@@ -422,6 +430,7 @@ class ProcessEngine(Engine):
             ranks = collect.gather(
                 self._mail, collect.report_rank(self.run, self._interpreter, recorded)
             )
+        # of this start alone, as the traffic that was counted
         microbatches = (
             self._interpreter.update - self._first_update
         ) * self.run.table.schedule.accumulate
@@ -489,6 +498,7 @@ def cut_stages(
             ties = find_ties(run.model, cut, s, layout.placement)
         else:
             local = LocalBlock.create(cut, s, blocks.overlap > 0, blocks.get_head(s))
+        # each stage has its own, because it sends them with its own results
         checksums: dict[int, int] = {}
         read = functools.partial(microbatches.read, checksums)
         model = StageModel(
@@ -532,6 +542,7 @@ class Microbatches:
         self._next = first
         # replicas with weights of their own take turns in one row
         self._turns = run.replicas if run.method.rounds is not None else None
+        # stages in between take neither inputs nor labels
         self._user_count = len({0, *_list_stages_with_loss(run)} & {*layout.stages_of_rank})
         # microbatch -> (number of stages that will still take it, batch, checksum)
         self._batches: dict[int, tuple[int, Any, int]] = {}
@@ -614,6 +625,7 @@ class UpdateWeights:
             rank = torch.distributed.get_rank(self._group)
         # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
         in_order = torch.stack(by_replica, dim=1).flatten().tolist()
+        # this replica's part of the order above
         weights = self._work.compute_weights(in_order, len(by_replica))[rank :: len(by_replica)]
         self._newest = k, dict(zip(numbers, weights))
         return self._newest[1]

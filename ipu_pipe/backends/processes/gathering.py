@@ -21,6 +21,7 @@ class Gathering:
     def __init__(self, piece: nn.Module, accumulate: int) -> None:
         # torch 2.0.1 has no such class
         named = [m for m in piece.modules() if type(m).__name__.startswith("FSDP")]
+        # another class may have such a name, and lacks the method
         self._modules: list[Any] = [m for m in named if callable(getattr(m, "reshard", None))]
         self._accumulate = accumulate
         self._backwards = 0
@@ -57,5 +58,6 @@ class Gathering:
         """Reduce the gradients that W has left, as PyTorch's pipelines do. [3]"""
         for module in self._modules:
             state = module._get_fsdp_state()
+            # the root's callback reduces for all modules under it
             if state._is_root:
                 state._root_post_backward_final_callback()

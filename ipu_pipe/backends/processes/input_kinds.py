@@ -72,6 +72,7 @@ class InputKinds:
         self._pieces = pieces
         self._draws = draws
         self._list_entries = list_entries
+        # kept for `use`: a recorded forward is found by its inputs
         self._inputs: dict[int, Any] = {0: example}
         self._numbers = {make_key(example, training=True): 0}
         # (number, target stage) of inputs that were sent
@@ -125,6 +126,7 @@ class InputKinds:
         """Let the pieces run the recorded forward of microbatch m's kind. Only the first stage could
         tell it from the tensors that it gets.
         """
+        # with one kind the pieces run the first recorded forward anyway
         if len(self.crossings) > 1:
             x = self._inputs[self.of_microbatch.get(m, 0)]
             self._pieces[0].cut.prepare(x, training=True)
@@ -139,6 +141,7 @@ class InputKinds:
     def find_shapes(self, kind: str, target: int, number: int) -> tuple[TensorSpec, ...]:
         """Return the shapes of the tensors of a message of this kind of pass and of inputs."""
         crossings = self.crossings[number]
+        # gradients cross the same cut, those of tensors that have one
         if kind == Kind.BACKWARD.value:
             return tuple(t.gradient for t in crossings[target].tensors if t.differentiable)
         entering = self._list_entries(crossings)[target]
@@ -150,14 +153,18 @@ class InputKinds:
         if not number:
             return []
         shapes = self.find_shapes(kind, target, 0)
+        # on the host: where messages stay on a GPU, kinds are fixed
         usual = [torch.zeros(spec.message_shape, dtype=spec.dtype) for spec in shapes]
+        # the receiver of a backward or a recomputation knows the kind from its own forward
         if kind != Kind.FORWARD.value:
             return usual
+        # once on each link: the receiver keeps what it has learned
         inputs = b""
         if (number, target) not in self._announced:
             self._announced.add((number, target))
             inputs = _dump(self._inputs[number])
         notice = NOTICE.pack(MAGIC, number, len(inputs))
+        # over the zeros of the placeholder, as raw bytes whatever its dtype
         buffer = _select_buffer(usual).view(-1).view(torch.uint8)
         buffer[: NOTICE.size] = _to_tensor(notice)
         return [*usual, _to_tensor(inputs)] if inputs else usual
@@ -168,6 +175,7 @@ class InputKinds:
         content = ctypes.string_at(_select_buffer(usual).data_ptr(), len(MAGIC))
         if content != MAGIC:
             return None
+        # the whole notice is read only if it is one: the usual message costs one comparison
         content = ctypes.string_at(_select_buffer(usual).data_ptr(), NOTICE.size)
         notice = Notice(*NOTICE.unpack(content)[1:])
         self.of_microbatch[m] = notice.number

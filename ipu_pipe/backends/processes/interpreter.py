@@ -69,6 +69,7 @@ def list_actions(
     here = slice(stage, stage + 1)
     is_half = kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
     is_mixed = is_half and any(stretch.whole is not None for stretch in schedule.stretches)
+    # a row is listed in parts, because an open schedule has no end
     batches = max(CHUNK // schedule.accumulate, 1)
     for batch in range(work.update, schedule.update_count, batches):
         last = min(batch + batches, schedule.update_count)
@@ -77,6 +78,7 @@ def list_actions(
             slots_by_stage = [
                 schedule.slots(Kind.UPDATE, batch, last, slice(s, s + 1))[0] for s in together
             ]
+            # (updates,)
             slots = np.max(slots_by_stage, axis=0)
         else:
             ends = batch * schedule.accumulate, last * schedule.accumulate
@@ -88,6 +90,7 @@ def list_actions(
         orders = np.full(len(numbers), ORDER.index(kind))
         if is_mixed:
             is_whole = schedule.find_whole(numbers, here)[0]
+            # so that it is carried out as one pass, which needs no W
             orders[is_whole] = ORDER.index(Kind.BACKWARD)
             # a whole backward includes its weight gradient
             if kind is Kind.WEIGHT_GRADIENT:
@@ -166,11 +169,13 @@ class Interpreter:
             Kind.WEIGHT_GRADIENT: Stage.add_weight_gradients,
             Kind.UPDATE: self._update,
         }
+        # each replica steps after its own backward, and its weights come before its passes
         if self.independent:
             self._carry_out.update(
                 {Kind.FORWARD: self._run_replica_forward, Kind.BACKWARD: self._run_replica_backward}
             )
         elif any(update.averages for update in self._updates.values()):
+            # in split backwards W completes the gradients, and I leaves none
             for kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
                 self._carry_out[kind] = partial(self._run_and_average, self._carry_out[kind])
         kinds = [
@@ -214,6 +219,7 @@ class Interpreter:
             else partial(stage.list_needs, kind)
         )
         for actions in list_actions(self._work, kind, s, together):
+            # announced in parts as the row is read; the mail bounds the receives that are posted
             self.mail.expect(need for action in actions for need in list_needs(action.number))
             yield from actions
 
@@ -234,12 +240,14 @@ class Interpreter:
         self.mail.post(batches * accumulate, batches)
         while self.update < batches:
             action = next(self._row) if self._next_action is None else self._next_action
+            # kept before it is compared with the cut, because a row cannot go back
             self._next_action = action
             if action.slot >= cut:
                 return
             self._next_action = None
             is_update = ORDER[action.order] is Kind.UPDATE
             batch = action.number if is_update else action.number // accumulate
+            # before an infinite cut the row has actions of batches that never begin, too
             if batch < batches and self._run_action(action):
                 yield self.update - 1, self._tables.pop(self.update - 1, {})
 
@@ -253,9 +261,11 @@ class Interpreter:
         kind = ORDER[action.order]
         stage = self.stages[action.stage]
         self.doing = f"{kind.value}{action.number}"
+        # events of waits inside the action are this stage's, too
         self.recorder.stage = action.stage
         self._carry_out[kind](stage, action.number)
         is_update = kind is Kind.UPDATE
+        # forwards add no gradients, so these are not counted anew after each
         self.memory.sample(
             self.update, kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT, Kind.UPDATE), is_update
         )
@@ -365,6 +375,7 @@ class Interpreter:
         """
         last = self.update - 1
         for replicas in self.independent.values():
+            # a round that has just ended was averaged already
             if self._work.schedule.get_drain_interval(last)[1] != self.update:
                 replicas.end_step(work, last)
 
@@ -372,6 +383,7 @@ class Interpreter:
         """Wait for all messages, of a pipeline that is empty, and put the newest weights into the
         parameters.
         """
+        # else the norms that others have sent would stay in the mail of the next stretch
         for update in dict.fromkeys(self._updates.values()):
             update.clipping.discard_rest()
         self.load_newest()
@@ -390,6 +402,7 @@ class Interpreter:
         self._stop_averages()
 
     def _stop_averages(self) -> None:
+        # stages that update together share one object
         for update in dict.fromkeys(self._updates.values()):
             for average_of_stage in update.averages.values():
                 average_of_stage.remove_hooks()

@@ -105,6 +105,7 @@ def join(config: Config, options: Mapping[str, object]) -> None:
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         set_numerics(backend)
     if kind.is_accelerator:
+        # more ranks than devices share them
         _use_device(kind, (where.local_rank or 0) % max(kind.count_devices(), 1))
     _meet_all_ranks(where, wait_limit(backend.deadline))
     _compare_with_all(request)
@@ -157,6 +158,7 @@ def _end_group() -> None:
     group takes for that.
     """
     if dist.is_initialized():
+        # the interpreter ends in any case, and another rank may be gone
         with contextlib.suppress(RuntimeError, TimeoutError):
             answer_within(ANSWER, dist.destroy_process_group)
 
@@ -190,6 +192,7 @@ def leave() -> None:
         # process (errors.end_process).
         if read_torch_version() >= (2, 4):
             dist.destroy_process_group()
+        # last, so that a signal during the wait is still noted
         Termination.stop_watching()
 
 
@@ -204,6 +207,7 @@ def make_request(config: Config, options: Mapping[str, object]) -> Request:
         if key not in RANKS_MAY_DIFFER
     }
     versions = {"version of ipu_pipe": __version__, "version of torch": str(torch.__version__)}
+    # JSON has no paths and other values of options
     texts = {
         key: value if isinstance(value, (bool, type(None))) else str(value)
         for key, value in options.items()
@@ -215,6 +219,7 @@ def compare_requests(ours: Request, theirs: Request, rank: int, other: int) -> l
     """Return a line for each difference between the requests of two ranks, the same lines on
     both.
     """
+    # always the lower rank first, so that both ranks print the same lines
     if other < rank:
         return compare_requests(theirs, ours, other, rank)
     return [

@@ -87,6 +87,7 @@ class RankLayout:
 
     def find_rank(self, stage: int) -> int:
         """Return the rank that holds `stage` in this rank's replica."""
+        # a column numbers its own ranks from 0
         first = self.replica * self.devices if self.column is None else 0
         return first + self.placement[stage]
 
@@ -144,7 +145,9 @@ def _place_stages(
     note = ""
     begins = requested.begin_names()
     group_begins = list(groups.values())
+    # the device rises by one where a group begins
     placement = tuple(itertools.accumulate(int(stage in groups) for stage in range(len(requested))))
+    # the stages divide modules: the groups, which begin at modules, become the stages
     if not can_cut(method, model, requested, x):
         begins = group_begins
         placement = tuple(range(devices))
@@ -181,12 +184,14 @@ def _place_by_order(
     )
     count = len(placement)
     begins = requested.begin_names()
+    # a file's rows are devices, each of which must be a process
     if max(placement) + 1 != devices:
         rows = max(placement) + 1
         raise BadInput(
             f"method_args.file: {order.file}: has rows of {rows} devices: must be {devices}, one "
             f"per process"
         )
+    # of the model's own boundaries the order takes as many as it needs
     if config.stages is None and len(requested) > count:
         begins = list(group_stages(model, requested, count, x).values())
     elif len(requested) != count:
@@ -254,6 +259,7 @@ def require_separable(
     """
     users = find_tied_weights(cut)
     lines = []
+    # without old reads every copy has the newest version
     if method.reads_old(len(cut)):
         lines += _explain_old_reads(method, cut, placement, users, effects)
     lines += _explain_written_weights(cut, users, effects)
@@ -284,6 +290,7 @@ def _explain_old_reads(
                 f"stages, or untie it"
             )
     held_by: dict[int, set[int]] = {}
+    # the first stage that uses a weight holds it
     for holder, *others in users.values():
         for stage in others:
             held_by.setdefault(stage, set()).add(holder)
@@ -350,6 +357,7 @@ def _explain_changed_buffers(
     ]
     changed: dict[str, list[str]] = {}
     for name, buffer in model.named_buffers():
+        # not `in`, which would compare the values of tensors
         stages = [s for s, piece in enumerate(cut) if any(buffer is b for b in piece.buffers())]
         if len(stages) > 1 and (
             # the observed effects leave out the statistics of BatchNorm
@@ -372,6 +380,7 @@ def _explain_shared_memory(cut: Sequence[Piece]) -> list[str]:
         parameters = dict(piece.cut.model.named_parameters())
         for name in piece.list_weights():
             p = parameters[name]
+            # by address: two parameters in one memory are different objects
             first, first_name, first_parameter = first_at.setdefault(p.data_ptr(), (stage, name, p))
             # tensors on the meta device all have the address 0
             if first_parameter is not p and first != stage and not p.is_meta:

@@ -45,12 +45,14 @@ class LocalBlock:
         if not overlaps:
             return cls(head)
         previous = cut[stage - 1] if stage else None
+        # the stage that has the other copy, and the piece: the previous one, or this one again
         pairs = [(stage - 1, previous), (stage + 1, cut[stage] if stage + 1 < len(cut) else None)]
         shared = [
             (s, [p for p in piece.parameters() if p.requires_grad])
             for s, piece in pairs
             if piece is not None
         ]
+        # without trained weights nothing is averaged, and no message is sent
         return cls(head, overlaps, previous, [(s, weights) for s, weights in shared if weights])
 
     def list_entries(self, crossings: Sequence[Crossing]) -> list[Crossing | None]:
@@ -58,6 +60,7 @@ class LocalBlock:
 
         With an overlap a stage starts one piece earlier.
         """
+        # stage 1 runs piece 0 again, so that it reads the data, too
         return [None, None, *crossings[:-1]] if self.overlaps else [None, *crossings]
 
     def list_needs(self) -> Iterator[tuple[int, Shapes]]:

@@ -100,9 +100,11 @@ def answer_within(seconds: float, ask: Callable[[], Result]) -> Result:
     def run() -> None:
         try:
             results.append(ask())
+        # kept, because an exception would end the thread without a word to the caller
         except Exception as error:
             errors.append(error)
 
+    # a daemon: the end of the process does not wait for a store that never answers
     thread = threading.Thread(target=run, name="ipu_pipe asking", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -145,6 +147,7 @@ def detect_lost_rank(
     start = time.monotonic()
     try:
         yield
+    # it names its cause already; a RuntimeError would be taken for the connection's
     except RunFault:
         raise
     except (RuntimeError, TimeoutError) as error:
@@ -152,6 +155,7 @@ def detect_lost_rank(
             raise
         store: Any = world.get_store()
         seconds = (store.timeout if limit is None else limit).total_seconds()
+        # by global ranks, as messages to people name them
         others = [rank for rank in world.list_names() if rank != dist.get_rank()]
         # the others' waits began a little sooner or later than this one, and may have a longer
         # limit
@@ -173,6 +177,7 @@ def _dump_flight_recorder() -> str | None:
     read = next((getattr(c10d, name) for name in DUMPS if hasattr(c10d, name)), None)
     prefix = next((os.environ[name] for name in DUMP_FILES if name in os.environ), None)
     if prefix is None:
+        # the port tells apart the jobs of one machine, and is the same for all ranks of a job
         job = f"ipu_pipe-flight-recorder-{os.environ.get('MASTER_PORT', os.getpid())}"
         prefix = os.path.join(tempfile.gettempdir(), job, "rank_")
     path = f"{prefix}{dist.get_rank()}"
@@ -210,12 +215,15 @@ def _find_culprits(store: Any, ranks: Sequence[int], grace: float) -> list[int]:
         answer_within(ANSWER, lambda: store.set(f"{WAITS}/{here}", json.dumps(waits[here])))
         time.sleep(grace)
         queue = list(ranks)
+        # the queue grows inside the loop: a breadth-first walk along the waits
         for rank in queue:
             if rank not in waits:
                 waits[rank] = answer_within(ANSWER, lambda: _read_waits(store, rank))  # noqa: B023
                 queue.extend(waits[rank])
     except (RuntimeError, TimeoutError):
+        # without a launcher's store rank 0 keeps it, so that its end explains the silence
         return list(ranks) if where.has_agent else [KEEPER]
+    # none if they wait in a circle
     return [rank for rank, waits_for in waits.items() if not waits_for] or list(ranks)
 
 
@@ -298,6 +306,7 @@ class CallRecord:
                 # this process may end before the thread looks again
                 self._publish(self._place)
             raise
+        # in memory alone: the thread publishes what lasts
         self._place = entered._replace(is_inside=False)
 
     def close(self) -> None:
@@ -315,6 +324,7 @@ class CallRecord:
                 reasons += (
                     [] if place is None else [f"rank {rank} has left {place.call} with an error"]
                 )
+            # a rank in the same call waits as this one does, and is not to blame
             elif place.is_inside and place.call != call:
                 reasons.append(f"rank {rank} is in {place.call}")
             elif not place.is_inside and place.number < here.number:
@@ -328,8 +338,10 @@ class CallRecord:
         published: Place | None = None
         while not self._end.wait(PERIOD):
             place = self._place
+            # two looks must agree, so that a fast loop sends nothing; a failure is told at once
             wanted = place if place == previous or place.has_failed else None
             previous = place
+            # None too is published, so that others read that this rank moves on
             if wanted != published:
                 if not self._publish(wanted):
                     return
@@ -394,6 +406,7 @@ class Termination:
     @classmethod
     def note_signal(cls, *_: Any) -> None:
         """Note the time of the signal; this is the handler for `signal.signal`."""
+        # the first signal counts: a second one does not prolong the grace
         cls.signalled_at = cls.signalled_at or time.monotonic()
 
     @classmethod
@@ -407,13 +420,16 @@ class Termination:
         """Install the handler of SIGTERM and the watching thread; do nothing outside the main
         thread.
         """
+        # Python installs handlers of signals in the main thread alone
         if cls._previous is not None or threading.current_thread() is not threading.main_thread():
             return
         reader, writer = os.pipe()
+        # Python requires it of a wake-up descriptor: a full pipe must not stop the handler
         os.set_blocking(writer, False)
         threading.Thread(
             target=cls._watch_signals, args=(reader,), name="ipu_pipe stopping", daemon=True
         ).start()
+        # the wake-up byte is written by C code, which runs although the main thread is inside torch
         cls._previous = (
             signal.signal(signal.SIGTERM, cls.note_signal),
             signal.set_wakeup_fd(writer, warn_on_full_buffer=False),
@@ -437,12 +453,15 @@ class Termination:
                 os.close(reader)
                 return
             if byte[0] == signal.SIGTERM:
+                # the main thread may still name the lost rank and end by itself
                 time.sleep(cls.PATIENCE)
                 if cls._previous is not None:
+                    # not sys.exit, which would end this thread alone
                     os._exit(TERMINATED)
             elif byte[0] == signal.SIGINT:
                 position = _find_main_thread()
                 time.sleep(cls.PATIENCE)
+                # a main thread that has moved on handles Ctrl-C by itself
                 if cls._previous is not None and _find_main_thread() == position:
                     os._exit(INTERRUPTED)
 

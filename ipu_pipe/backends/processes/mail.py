@@ -198,6 +198,7 @@ class Mail:
         # a dictionary, because a set's order would differ from rank to rank
         links: dict[Link, None] = {}
         for message, shapes in messages:
+            # a message between stages of this rank is handed over, and has no receive
             if self._ranks[message.source] != self._rank:
                 links[message.link] = None
                 self._expected.setdefault(message.link, deque()).append((message, shapes))
@@ -218,6 +219,7 @@ class Mail:
         queue = self._expected[link]
         kind = link[2]
         max_posted = 1 if kind == WEIGHTS else MAX_POSTED
+        # announced only when they will come: of given updates, and of evaluations
         post_before = (
             UNLIMITED if kind in (RESULT, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
         )
@@ -230,6 +232,7 @@ class Mail:
             received = self._begin_receive(message, shapes)
             size = sum(buffer.numel() * buffer.element_size() for _, buffer in received)
             self._posted[message] = received, size
+            # the buffers of training alone: not those of evaluations and callbacks
             self._posted_bytes += size if kind in CARRIES else 0
             self._posted_count[link] = self._posted_count.get(link, 0) + 1
 
@@ -246,9 +249,11 @@ class Mail:
         for work, _ in received:
             self._wait_for_message(work, message, is_send=False)
         if carries is not None:
+            # the wait ends before the tensors are copied, which is the event recv
             start = recorder.add("wait", message.number, start, peer=source, carries=carries)
         self._posted_count[message.link] -= 1
         self._posted_bytes -= size if carries is not None else 0
+        # before this message is copied, so that the next one comes in meanwhile
         self._post(message.link)
         buffers = [buffer for _, buffer in received]
         if self._kinds is not None and kind in BY_INPUTS:
@@ -273,6 +278,7 @@ class Mail:
             (inputs,) = self._receive_now(message, [spec], first)
             kinds.learn(notice.number, inputs, self._device)
             first += 1
+        # of a forward by its notice, of a later pass by this stage's own forward
         number = kinds.of_microbatch.get(m, 0)
         if not number:
             return usual
@@ -284,6 +290,7 @@ class Mail:
         self, message: Message, shapes: Sequence[TensorSpec], first: int
     ) -> list[torch.Tensor]:
         """Wait for tensors of a message, from number `first` on, that no receive was posted for."""
+        # only now are the shapes known, so this receive costs a wait
         received = self._begin_receive(message, shapes, first)
         for work, _ in received:
             self._wait_for_message(work, message, is_send=False)
@@ -313,6 +320,7 @@ class Mail:
         m = message.number
         target = self._ranks[message.target]
         if target == self._rank:
+            # detached, as if it had been sent: each stage has a graph of its own
             self._local_messages[message] = [tensor.detach().contiguous() for tensor in tensors]
             return
         carries = CARRIES.get(kind)
@@ -321,16 +329,19 @@ class Mail:
         size = 0
         sent = self._sent.setdefault(message.link, deque())
         if self._kinds is not None and self._kinds.of_microbatch and kind in BY_INPUTS:
+            # the receiver has posted receives for the usual shapes, which must be filled first
             tensors = [*self._kinds.list_placeholders(kind, m, message.target), *tensors]
         works = []
         values = []
         own_bytes = lent_bytes = 0
         for number, tensor in enumerate(tensors):
+            # gloo takes dense memory alone
             value = tensor.detach().contiguous()
             value = value.cpu() if self._through_host or kind in ON_HOST else value
             group, tag = self._route(message, number)
             with detect_lost_rank([world.name_rank(target)], self.limit):
                 works.append(world.isend(value, target, group, tag))
+            # kept until the send is complete, because gloo reads the memory later
             values.append(value)
             bytes_ = value.numel() * value.element_size()
             is_copy = value.data_ptr() != tensor.data_ptr()
@@ -429,6 +440,7 @@ class Mail:
             # gloo tells the messages between two ranks apart by their tags alone
             tag = message.number * len(KINDS) + KINDS.index(message.kind)
             tag = (tag * len(self._ranks) + message.source) * len(self._ranks) + message.target
+            # tags repeat, but of numbers that are too far apart to be in flight together
             return self.group, (8 * tag + number % 8) % LEAVING_TAG
         assert self._channels is not None
         return self._channels[message.link], 0

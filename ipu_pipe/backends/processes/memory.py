@@ -55,6 +55,7 @@ class ActivationBytes:
             saved: dict[int, int] = {}
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
+                # by storage, because several saved tensors may be views of one
                 saved[get_storage(tensor)] = tensor.untyped_storage().nbytes()
                 # a saved output of the operation would keep itself alive for ever
                 return tensor if tensor.is_leaf else tensor.detach()
@@ -67,6 +68,7 @@ class ActivationBytes:
             # inputs may be views of a data set's memory, so count only their own elements
             saved.update((get_storage(t), count_bytes(t)) for t in inputs if t is not None)
             self._bytes_by_shapes[key] = self._sum_without_weights(saved)
+        # a recomputation counts anew what the first forward has kept
         self.drop(m)
         self.bytes_by_microbatch[m] = self._bytes_by_shapes[key]
         self.held_bytes += self.bytes_by_microbatch[m]
@@ -113,6 +115,7 @@ class MemoryCounters:
         self._recorder = recorder
         self._replicas = replicas
         self._replica_bytes = sum(stage_replicas.held_bytes for stage_replicas in replicas)
+        # one mapping for all stages: the optimizer's own state
         self._optimizer_states: Mapping[Any, Any] = next(
             (stage.state for stage in rules.stages.values()), {}
         )
@@ -142,6 +145,7 @@ class MemoryCounters:
         """Go on with the peaks of an interpreter that this one's replaces, in which the pipeline
         has filled before.
         """
+        # the same list, so that the peaks are of the whole run
         self._peaks = previous._peaks
         self._total_peak = previous._total_peak
         self._end_of_fill = previous._end_of_fill
@@ -157,6 +161,7 @@ class MemoryCounters:
             return
         if gradients_changed:
             self._gradient_bytes = count_bytes([p.grad for p in self._parameters])
+        # counted after steps alone, because no pass changes the state
         if has_stepped or self._optimizer_bytes < 0:
             others = [stage_replicas.list_other_states() for stage_replicas in self._replicas]
             self._optimizer_bytes = (
@@ -187,6 +192,7 @@ class MemoryCounters:
             if value != self._recorded[i]:
                 recorder.count(_NAMES[i], value, mark)
         self._total_peak = max(self._total_peak, sum(bytes_by_category))
+        # what is measured without recording is not in the trace, so the next value is written
         if recorder.is_recording:
             self._recorded = bytes_by_category
         if self._kind is not None:

@@ -49,6 +49,7 @@ def list_links(stages: int, method: Method, tied: Sequence[Link] = ()) -> list[L
     links: list[Link] = []
     for s in range(stages - 1):
         links.append((s, s + 1, FORWARD))
+        # blocks with losses of their own get no gradient back
         if method.structure is not None:
             if method.structure.overlap:
                 links += [(s, s + 1, SHARED), (s + 1, s, SHARED)]
@@ -80,6 +81,7 @@ def make_channels(run: Run, layout: RankLayout, tied: Sequence[Link]) -> dict[Li
         "timeout": datetime.timedelta(days=1),
         "backend": kind.get_group_backend(),
     }
+    # the caller has made this group
     if layout.column is not None:
         channels[REPLICAS] = world.get_data_group()
     # a column makes its own alone
@@ -170,6 +172,7 @@ def load_kernels(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -
             zeros = torch.zeros(shape.message_shape, dtype=shape.dtype, device=model.device)
             inputs.append(zeros.requires_grad_(shape.differentiable and model.local is None))
         outputs, result = stage.run(m, inputs, labels)
+        # any weight loads the kernels of weighted losses
         weight = LossShare(1.0, 1.0) if work.weighs else None
         ends = [
             t
@@ -197,6 +200,7 @@ def load_kernels(work: Work, stage: Stage, parameters: Sequence[nn.Parameter]) -
 def _restore_state(modules: Sequence[nn.Module], rules: UpdateRules) -> Iterator[None]:
     """Put back weights, gradients, buffers, modes, random states and the optimizer's state."""
     parameters = [p for stage in rules.stages.values() for p in stage.parameters]
+    # one mapping for all stages: the optimizer's own
     state: Any = next(iter(rules.stages.values())).state
     saved_state = {
         p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entries.items()}
@@ -209,8 +213,10 @@ def _restore_state(modules: Sequence[nn.Module], rules: UpdateRules) -> Iterator
         try:
             yield
         finally:
+            # by a copy: the step has changed this memory
             for p, value, gradient in saved:
                 p.data.copy_(value)
                 p.grad = gradient
+            # cleared first: a first step may have added entries to an empty state
             state.clear()
             state.update(saved_state)

@@ -91,6 +91,7 @@ def run_whole_backward(
     only the addition to W.
     """
     deferred = WeightGradients()
+    # set aside, because W adds the microbatch's gradients as a whole backward does
     accumulated = [p.grad for p in weights]
     for p in weights:
         p.grad = None
@@ -113,19 +114,23 @@ def run_input_backward(
     `gradients`: the gradients of `roots`. `immediate`: the weights whose gradients I computes
     itself.
     """
+    # indices and masks of a batch have no gradient
     inputs = [t for t in inputs if t.requires_grad]
     operations, leaves = _list_operations(
         roots, {id(t) for t in inputs}, {id(t) for t in immediate}
     )
     deferred = WeightGradients()
+    # before the backward, which frees the saved tensors of the nodes
     prepared = [
         _OPERATIONS[operation.node.name()](operation.node, deferred.tensors)
         for operation in operations
     ]
     edges = [GradientEdge(operation.node, 0) for operation in operations]
     weights = [leaf.variable for leaf in leaves]
+    # `grad` refuses an empty list
     if not (inputs or weights or edges):
         return deferred
+    # one call, so that nodes that several results need run once
     values = torch.autograd.grad(roots, [*inputs, *weights, *edges], gradients, allow_unused=True)
     for t, value in zip(inputs, values):
         t.grad = value
@@ -149,6 +154,7 @@ def _list_operations(
     immediate_leaves: dict[Any, None] = {}
     unvisited = [t.grad_fn for t in roots if t.grad_fn is not None]
     found_nodes = set(unvisited)
+    # an output that is a weight itself has no node to walk from
     for root in roots:
         if root.grad_fn is None and root.requires_grad and id(root) not in input_ids:
             immediate_leaves[_get_leaf(root)] = None
@@ -213,6 +219,7 @@ def _prepare_convolution(
     node: Any, stored: list[torch.Tensor]
 ) -> Callable[[torch.Tensor], Gradients]:
     x = node._saved_input
+    # for its shape alone: the mask leaves out the input's gradient, which would read it
     weight = node._saved_weight
     settings = (
         node._saved_bias_sym_sizes_opt,
@@ -236,8 +243,10 @@ def _prepare_product(node: Any, stored: list[torch.Tensor]) -> Callable[[torch.T
     """
     is_sum = len(node.next_functions) == 3
     x = node._saved_mat1 if is_sum else node._saved_self
+    # addmm with other factors scales the products, which `compute` does not
     assert not is_sum or (node._saved_alpha == 1 and node._saved_beta == 1)
     stored.append(x)
+    # mat2 is (rows, columns), column by column in memory if its first stride is 1
     rows = node._saved_mat2_sym_sizes[0]
     strides = node._saved_mat2_sym_strides
     is_transposed = strides[0] == 1 and strides[1] == rows
@@ -248,6 +257,7 @@ def _prepare_product(node: Any, stored: list[torch.Tensor]) -> Callable[[torch.T
         factor = gradient.t().mm(x).t() if is_transposed else x.t().mm(gradient)
         if not is_sum:
             return None, factor
+        # the bias was expanded over the rows, so that its gradient is their sum
         return None if bias is None else gradient.sum_to_size(gradient.shape[1:]), None, factor
 
     return compute
@@ -280,6 +290,7 @@ def is_split_exact(
         for p, value in zip(weights, sums):
             p.grad = value.clone()
 
+    # the whole backward first, which keeps the graph for I
     begin()
     torch.autograd.backward(roots, gradients, retain_graph=True)  # type: ignore[arg-type]
     expected = [t.grad for t in (*inputs, *weights)]
@@ -287,6 +298,7 @@ def is_split_exact(
     deferred = run_input_backward(roots, gradients, inputs, immediate)
     values = [p.data for p in weights]
     for p in weights:
+        # a product with NaN would show in the gradients
         p.data = torch.full_like(p, float("nan"))
     try:
         deferred.add()

@@ -144,7 +144,9 @@ class StageModel:
 
     def get_ends(self, m: int) -> Ends:
         """Return the tensors at the stage's ends for microbatch m."""
+        # microbatches of the first kind are not listed
         number = 0 if self.kinds is None else self.kinds.of_microbatch.get(m, 0)
+        # a kind comes up in training, so its ends are made when it is first used
         if number not in self._ends:
             assert self.kinds is not None
             self._ends[number] = self._make_ends(self.kinds.crossings[number])
@@ -226,6 +228,7 @@ class Stage:
         self._recorder = recorder
         layout = model.layout
         ties = model.ties
+        # the one column of this stage in arrays of all stages, (P, ...)
         self._here = slice(model.stage, model.stage + 1)
         self._plan = ReplayPlan(work.make_replays([layout.replica]), work.rules, work.microbatch)
         self.weights = make_weight_store(work, [model.stage], [work.update])
@@ -234,6 +237,7 @@ class Stage:
         self._is_tied = bool(
             ties.gradients_to or ties.gradients_from or ties.copies_of or ties.copied_to
         )
+        # both need what one microbatch adds, before it is added to the earlier ones
         self._separates_gradients = self._is_tied or work.rules.compensates
         self.tied = TiedWeights(ties, model.stage, mail, work.update)
         self.gathering = Gathering(model.piece, work.schedule.accumulate)
@@ -269,9 +273,11 @@ class Stage:
     def _find_needs(self, kind: Kind) -> Iterator[tuple[int, str, Shapes]]:
         model = self.model
         s = self.model.stage
+        # a forward whose input is the data waits for no message
         if not (kind is Kind.FORWARD and model.entering is None):
             for need in get_pass_needs(kind, model.local is not None, self._begins_segment):
                 source = s + need.offset
+                # needs of the same stage (offset 0) are met by the order of its row
                 if need.offset and 0 <= source < model.layout.stages:
                     yield source, kind.value, self._find_shapes(kind, source)
         if kind is Kind.BACKWARD:
@@ -281,6 +287,7 @@ class Stage:
     def _find_shapes(self, kind: Kind, source: int) -> Shapes:
         if kind is Kind.FORWARD and self.model.entering is not None:
             return self.model.entering.tensors
+        # cut c lies between stages c and c + 1, whichever of the two sends
         crossing = self.model.crossings[min(source, self.model.stage)].tensors
         return (
             tuple(t.gradient for t in crossing if t.differentiable)
@@ -296,6 +303,8 @@ class Stage:
         recorder = self._recorder
         s = self.model.stage
         start = recorder.mark()
+        # once an update: a mean by weights needs the labels of all its microbatches before its
+        # first backward
         if model.weigh_update is not None and model.has_loss and m not in self._weights:
             self._weights.update(model.weigh_update(m // self._work.schedule.accumulate))
         x, labels = model.load_data(m)
@@ -304,19 +313,23 @@ class Stage:
         inputs: list[Any] = [x]
         if model.entering is not None:
             inputs = self._mail.receive(Message(FORWARD, m, s - 1, s))
+        # only here are the inputs seen; later stages hear of a new kind by a message
         elif model.kinds is not None:
             model.kinds.note(m, x)
         ends = model.get_ends(m)
         replay = self._plan.replay(m, self._here)
         version = int(replay.forward.versions[0])
         tied_version = self._find_tied_version(m, version)
+        # may wait for the holder's message, so it comes before the mark of the forward's begin
         if self._is_tied:
             self.tied.load(tied_version)
         start = recorder.mark()
+        # with a local loss no gradient goes back, so its input needs none
         if ends.entering is not None and model.local is None:
             inputs = ends.entering.require_gradients(inputs)
         self._load(replay.forward)
         is_repeated = replay.recompute is not None
+        # a forward that runs again keeps no graph: its activations are what recomputation saves
         with torch.set_grad_enabled(not is_repeated):
             # copies for the first time, because the model and the loss may write to what they get
             values = clone_tensors((inputs, labels)) if is_repeated else (inputs, labels)
@@ -324,11 +337,13 @@ class Stage:
         self._in_flight[m] = _InFlight(
             replay, inputs, labels, outputs, result.loss if result else None, tied_version
         )
+        # a file of rows may have run a later microbatch's forward before
         self.newest_forward = max(m, self.newest_forward)
         if result is not None:
             # the loss itself would keep the microbatch's graph alive until the update
             self.results[m] = result._replace(loss=result.loss.detach())
         recorder.add(Kind.FORWARD.word, m, start, version=version)
+        # after the event: a pass ends before its result is sent
         if ends.leaving is not None:
             self._mail.send(Message(FORWARD, m, s, s + 1), outputs)
 
@@ -336,6 +351,7 @@ class Stage:
         """Return the version of the copies of tied weights that the passes of microbatch m read:
         `version`, as all weights of the stage, or that of the holder's forward.
         """
+        # the only one: copies from several holders are refused where versions differ (`layout`)
         holder = next(iter(self.model.ties.copies_of), None)
         if holder is None or not self._work.method.holder_decides:
             return version
@@ -371,6 +387,7 @@ class Stage:
             scored_output = output if model.head is None else model.head(get_activation(output))
         outputs: list[torch.Tensor] = []
         if ends.leaving is not None:
+            # with an overlap the next stage runs this piece itself, from this stage's input
             outputs = ends.leaving.to_messages(
                 piece_input if model.local is not None and model.local.overlaps else output
             )
@@ -397,6 +414,7 @@ class Stage:
         if received is not None:
             entering = self.model.get_ends(m).entering
             assert entering is not None
+            # the backward takes its input gradients from these, where the new graph begins
             in_flight.inputs = entering.require_gradients(received)
         assert in_flight.replay.recompute is not None
         self._load(in_flight.replay.recompute)
@@ -425,6 +443,7 @@ class Stage:
         tied = self.tied.receive_gradients(m) if self._is_tied else []
         start = self._recorder.mark()
         version = int(in_flight.replay.backward.versions[0])
+        # the newest weights are read without a lookup, so that a wrong order would go unnoticed
         if self._work.method.backward_reads is Reads.NEWEST:
             assert version == self.version, (
                 f"stage {s}, {kind.value}{m}: reads version {version}, in memory is {self.version}"
@@ -438,6 +457,7 @@ class Stage:
         if in_flight.loss is not None:
             roots = [(self._work.scale_loss(in_flight.loss, self._weights.pop(m, None)), None)]
         elif not is_local:
+            # zipped with the gradients below, which come for differentiable outputs alone
             assert ends.after is not None
             outputs = [
                 t for t, spec in zip(in_flight.outputs, ends.after.tensors) if spec.differentiable
@@ -447,6 +467,8 @@ class Stage:
                 for t, g in zip(outputs, ends.after.unpack_gradients(gradients))
                 if t.requires_grad
             ]
+        # as further roots: autograd adds them to this stage's own gradient in the whole model's
+        # order
         roots += tied
         with model.key_draws(m, None):
             self._run_backward(m, kind, in_flight, [t for t, _ in roots], [g for _, g in roots])
@@ -462,6 +484,8 @@ class Stage:
             self._mail.send(Message(BACKWARD, m, s, s - 1), input_gradients)
         if self._is_tied:
             self.tied.send_gradients(m)
+        # shared layers are sent with the last backward of a batch, when their gradients are
+        # complete
         update, rest = divmod(m + 1, self._work.schedule.accumulate)
         if model.local is not None and not rest:
             model.local.send_gradients(update - 1, s, self._mail)
@@ -476,6 +500,7 @@ class Stage:
     ) -> None:
         if kind is Kind.BACKWARD:
             with self._separate_gradients() if self._separates_gradients else nullcontext():
+                # none at a stage up to which nothing is trained
                 if roots:
                     torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
             if self._work.rules.weight_master_pairs:
@@ -483,6 +508,7 @@ class Stage:
             self.activations.drop(m)
             return
         deferred = WeightGradients()
+        # gradients of tied weights leave with this microbatch, so that they cannot wait for W
         if roots and self.splits:
             deferred = run_input_backward(
                 roots, gradients, list_tensors(in_flight.inputs), self.tied.weights
@@ -502,6 +528,7 @@ class Stage:
         gradients of each microbatch.
         """
         with ExitStack() as stack:
+            # the store has one stage, its number 0
             stack.enter_context(
                 self._work.rules.compensate(
                     self.version, [self.model.stage], lambda _: self.weights.compute_age(0)
@@ -513,8 +540,10 @@ class Stage:
 
     def add_weight_gradients(self, m: int) -> None:
         """Carry out W(m): add the weight gradients that I(m) has left."""
+        # W needs no message, so no wait comes before its mark
         start = self._recorder.mark()
         self._deferred_weight_gradients.pop(m).add()
+        # before `collect`, which moves the gradients on
         self.gathering.reduce_left()
         self._work.rules.collect()
         self.activations.drop(m)
@@ -538,6 +567,7 @@ class Stage:
                     for spec in model.entering.tensors
                 ]
                 inputs = model.entering.require_gradients(messages)
+            # the number keys draws alone: no microbatch is read
             outputs, result = self.run(self.newest_forward + 1, inputs, labels)
             roots = [t for t in (outputs if result is None else [result.loss]) if t.requires_grad]
             gradients = [
@@ -549,6 +579,7 @@ class Stage:
                 return True
             # a user's module whose backward cannot run in parts may raise anything
             with suppress(Exception):
+                # stays so if the comparison raises
                 self.splits = False
                 self.splits = is_split_exact(
                     roots, gradients, differentiable, self._trained, self.tied.weights
@@ -566,8 +597,10 @@ class Stage:
         method = self._work.method
         codes = set()
         if method.backward_reads is Reads.STASHED:
+            # older versions were stashed when they were superseded
             reads = [in_flight.replay.backward for in_flight in self._in_flight.values()]
             codes = {int(read.codes[0]) for read in reads if read.versions[0] == self.version}
+            # 2BW: forwards after this update still read the version before it
             if method.forward_reads is Reads.DOUBLE_BUFFERED:
                 versions = np.full(self._work.schedule.stages, self.version)
                 codes |= self._plan.find_later_reads(versions, self.newest_forward)[
@@ -587,6 +620,7 @@ class Stage:
         versions = [
             int(in_flight.replay.backward.versions[0]) for in_flight in self._in_flight.values()
         ]
+        # 2BW: the next forward, too, may read a version that is no longer the newest
         if self.newest_forward + 1 < self._work.schedule.microbatches:
             versions.append(
                 int(self._plan.replay(self.newest_forward + 1, self._here).forward.versions[0])
@@ -605,6 +639,7 @@ class Stage:
         """Go on with what a stage of an earlier stretch of the run, now empty, has found out."""
         self.splits = previous.splits
         self.activations = previous.activations
+        # peaks are of the whole run, and the new stores begin at 0
         self.weights.peak_bytes = previous.weights.peak_bytes
         self.tied.peak_bytes = previous.tied.peak_bytes
 

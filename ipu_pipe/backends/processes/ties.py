@@ -98,6 +98,7 @@ class TiedWeights:
         self._mail = mail
         self._copies = [p for weights in ties.copies_of.values() for p in weights]
         self._size = sum(p.numel() * p.element_size() for p in self._copies)
+        # all ranks begin with the same weights (`agreement`)
         self._versions: dict[int, list[torch.Tensor]] = {version: [p.data for p in self._copies]}
         self._newest = self._loaded = version
         # the gradients of the newest backward, until they are sent
@@ -116,6 +117,7 @@ class TiedWeights:
             ]
             self._newest += 1
             self._versions[self._newest] = [tensor for tensors in received for tensor in tensors]
+        # by pointer: only the holder steps the weight
         for p, value in zip(self._copies, self._versions[version]):
             p.data = value
         self._loaded = version
@@ -128,6 +130,7 @@ class TiedWeights:
         self._count_bytes()
 
     def _count_bytes(self) -> None:
+        # the loaded version is the parameters' own memory
         self.held_bytes = self._size * (len(self._versions) - (self._loaded in self._versions))
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
@@ -142,6 +145,7 @@ class TiedWeights:
                 weights, self._mail.receive(Message(TIED, m, source, self._stage))
             )
         ]
+        # zeros stand for no gradient, and adding them could turn None into a gradient
         return [(p, gradient) for p, gradient in received if bool(gradient.any())]
 
     @property
@@ -187,5 +191,6 @@ class TiedWeights:
 
     def send_weights(self, k: int) -> None:
         """Send this stage's tied weights after update k to the stages with copies."""
+        # without a copy: a version that is read is overwritten only after gradients that came of it
         for target, weights in self._ties.copied_to.items():
             self._mail.send(Message(WEIGHTS, k, self._stage, target), weights)

@@ -94,6 +94,7 @@ class StreamClock:
         self._finish()
         self._anchor = self.mark()
         self._finish()
+        # right after the wait: the GPU has just passed the anchor
         self._anchor_ns = time.perf_counter_ns()
 
     def read(self, pending: deque[Pending], wait: bool) -> None:
@@ -103,10 +104,13 @@ class StreamClock:
         if wait:
             self._finish()
         last = None
+        # the marks of a stream are passed in order, so that the first unfinished one ends the
+        # search
         while pending and (wait or pending[0][1].query()):
             start, last, store = pending.popleft()
             store(self._to_ns(start), self._to_ns(last))
         if last is not None:
+            # moved on: times from a near anchor lose nothing in float32
             self._anchor_ns = self._to_ns(last)
             self._anchor = last
 
@@ -161,12 +165,14 @@ class TraceRecorder:
         self.is_recording = is_recording
         if was_recording and not is_recording:
             self._stopped_at = self.mark()
+        # the gap shows as a pause, and not as the host's own time
         elif is_recording and not was_recording and self._stopped_at is not None:
             self.add("pause", -1, self._stopped_at, version=update)
         is_due = (
             len(self._records) >= FLUSH_EVENTS
             or time.monotonic() - self._last_write > FLUSH_SECONDS
         )
+        # at the end of a recorded stretch all is written, since nothing may follow for long
         if was_recording and (is_due or not is_recording):
             self.flush()
 
@@ -357,6 +363,7 @@ def compare_clocks() -> int:
     offset = 0
     for rank in range(1, world.get_world_size()):
         if identities[rank] is not None and identities[rank] == identities[0]:
+            # the same kernel's clock: an estimate would only be less exact
             continue
         if world.get_rank() == 0:
             for _ in range(ROUND_TRIPS):
@@ -389,6 +396,7 @@ def _ask_clock() -> tuple[int, int]:
     world.send(torch.zeros(1, dtype=torch.int64), 0, CLOCK_TAG)
     world.recv(theirs, 0, CLOCK_TAG)
     end = time.perf_counter_ns()
+    # as if the ways there and back took equally long
     return end - begin, int(theirs) - (begin + end) // 2
 
 
@@ -420,9 +428,11 @@ def open_file(
     end = -1 if earlier is None or not len(earlier.events.end) else int(earlier.events.end.max())
     # the end of the earlier start by its rank 0's clock, and the present by this rank 0's clock
     last = torch.tensor([end, time.perf_counter_ns() if rank == 0 else -1])
+    # one shift for all ranks: of their latest end to rank 0's present
     world.all_reduce_max(last)
     recorder.write_to(TraceWriter(path, metadata), offset_ns)
     if earlier is not None and end >= 0:
+        # in this rank's own clock, as all events in its file
         recorder.continue_trace(earlier, int(last[1] - last[0]) - offset_ns, first_update)
 
 
@@ -443,6 +453,7 @@ def _read_earlier(path: Path, metadata: dict[str, Any], first_update: int) -> Tr
         earlier = read_store(path)
     except BadInput:
         return None
+    # numbers of stages, replicas and batches would mean other things
     if any(
         earlier.metadata.get(key) != metadata[key] for key in ("stages", "replicas", "accumulate")
     ):
@@ -451,6 +462,7 @@ def _read_earlier(path: Path, metadata: dict[str, Any], first_update: int) -> Tr
         find_updates(earlier.events, metadata["accumulate"]) < first_update
     )
     values = earlier.counters
+    # counters have no update, so those up to the last kept event are kept
     chosen = values.time <= (int(events.end.max()) if len(events.end) else 0)
     counters = values._replace(
         device=values.device[chosen],

@@ -78,12 +78,16 @@ def average_over_replicas(
     A gradient that is None on some ranks counts as zero there; one that is None on all ranks stays
     None.
     """
+    # replicas may have run other layers, and all must gather tensors of one size
     has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
     on_any_rank = torch.stack(mail.all_gather(has_gradient, group.host)).amax(dim=0)
     averaged = [p for p, has_any in zip(parameters, on_any_rank.tolist()) if has_any]
+    # in the order of the parameters, which all ranks share; that of a set is each rank's own
     for dtype in dict.fromkeys(p.dtype for p in averaged):
         same_dtype = [p for p in averaged if p.dtype == dtype]
         replicas = mail.all_gather(_flatten(same_dtype, group), group.of_gradients)
+        # one after another, as the emulator adds: a sum over a stacked dimension may round
+        # otherwise
         mean = (functools.reduce(torch.add, replicas) / len(replicas)).to(same_dtype[0].device)
         for p, part in zip(same_dtype, mean.split([p.numel() for p in same_dtype])):
             p.grad = part.view_as(p)
@@ -153,6 +157,7 @@ class OverlappedAverage:
         if not self._awaited:
             return
         number = self._bucket_of[p]
+        # a sum that has begun has a copy of the gradient, which would miss this part
         if number < len(self._begun):
             raise RunFault(
                 f"reduction: fast: a gradient of shape {tuple(p.shape)} comes in several parts in "
@@ -181,6 +186,7 @@ class OverlappedAverage:
     def finish(self) -> None:
         """Wait for the sums and put the means into the gradients."""
         group = self._group.of_gradients
+        # gloo has no mean, so the sums are divided here
         count = torch.distributed.get_world_size(group)
         for bucket, (total, work) in zip(self._buckets, self._begun):
             self._mail.wait_for_all(work, group)
@@ -189,6 +195,7 @@ class OverlappedAverage:
                 .to(bucket[0].device)
                 .split([*(p.numel() for p in bucket), len(bucket)])
             )
+            # the share of the replicas that have the gradient, 0 if none has
             for p, mean, share in zip(bucket, sums, replicas_with.tolist()):
                 p.grad = mean.view_as(p) if share else None
         self._passes = 0
@@ -211,6 +218,7 @@ def divide_into_buckets(
     buckets: list[list[torch.nn.Parameter]] = []
     open_buckets: dict[torch.dtype, tuple[list[torch.nn.Parameter], int]] = {}
     for p in reversed(parameters):
+        # without an open bucket the first parameter finds a full one, and so opens one
         bucket, size = open_buckets.get(p.dtype, ([], most_bytes))
         bytes_ = p.numel() * p.element_size()
         if size + bytes_ > most_bytes:
@@ -276,6 +284,7 @@ class StageUpdate:
         # stage -> average, if `reduction` is fast
         self.averages: dict[int, OverlappedAverage] = {}
         if replicas is not None and replicas.is_fast:
+            # each microbatch of an update is one pass
             count = work.schedule.accumulate
             early = not work.rules.compensates
             self.averages = {
@@ -301,7 +310,9 @@ class StageUpdate:
 
     def _compute_norm_of_shards(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the norm of a gradient over all shards of its weight."""
+        # squares add up over shards, norms do not
         total = compute_plain_norm(parameter) ** 2
+        # one after another, over each dimension in which the weight is sharded
         for group in self._work.rules.masters.list_groups_of(parameter):
             self._mail.wait_for_all(self._mail.begin_sum(total, group), group)
         return total.sqrt()
@@ -328,6 +339,7 @@ class StageUpdate:
                 for replicas in self._independent:
                     replicas.end_step(self._work, k)
         else:
+            # the norm that clips is that of the mean, so the replicas come first
             if self._replicas is not None:
                 start = self._recorder.mark()
                 size = count_bytes(self._parameters_here)
@@ -337,15 +349,18 @@ class StageUpdate:
                 else:
                     average_over_replicas(self._unaveraged, self._mail, self._replicas)
                 self._recorder.add(Kind.AVERAGE.word, k, start, size=size, carries="gradients")
+            # before the step: neighbors must step a shared layer by the same gradient
             for stage in self.stages:
                 if stage.model.local is not None:
                     stage.model.local.average_gradients(k, stage.model.stage, self._mail)
+            # the waits for other ranks are events of their own, before this one
             with self._record(k):
                 for stage in self.stages:
                     stage.stash_weights()
                 sample(k)
                 self.step(k)
             self._work.rules.after_update(k, [stage.model.stage for stage in self.stages], False)
+        # after the step, whose result tied weights are
         for stage in self.stages:
             stage.advance_version()
             if stage.model.ties.copied_to:
@@ -353,6 +368,7 @@ class StageUpdate:
 
     def step(self, k: int) -> None:
         """Clip the gradients of update k and let the optimizer and the rules step."""
+        # weights that FSDP2 has gathered would not follow the step of their shards
         for stage in self.stages:
             stage.gathering.drop()
         with keep_version_counters(self._parameters):
@@ -426,6 +442,7 @@ class OtherRanksNorms(OtherStages):
             start = self._recorder.mark()
             by_rank = self._mail.all_gather(by_stage)
             self._recorder.add("wait", self._recorder.update, start, carries="norms")
+        # each rank knows the rows of its own stages alone; here of all, (P * most,)
         all_norms = torch.cat(
             [by_rank[self._layout.find_rank(stage)][stage] for stage in range(self._layout.stages)]
         )
@@ -445,11 +462,14 @@ class OtherRanksNorms(OtherStages):
         with self._pause_event():
             for stage in self._here:
                 norm = norms.get(stage)
+                # the receivers wait in any case: a stage without gradients sends a number that says
+                # so
                 value = torch.tensor([NO_GRADIENT if norm is None else norm], dtype=torch.float64)
                 for other in self._others:
                     self._mail.send(Message(NORM, k, stage, other), [value])
 
     def discard(self, k: int) -> None:
+        # of the last updates the norms were sent, and no later update has asked for them
         if k not in self._expected:
             self._mail.expect(list(self.list_needs(k)))
         for message in self._list_messages(k):
@@ -531,11 +551,13 @@ class ResultCollection:
         microbatches from `checksums`.
         """
         microbatches = range(k * self._microbatches, (k + 1) * self._microbatches)
+        # float64 holds a checksum of 32 bits exactly; 0 stands for a microbatch not read here
         column = torch.tensor([checksums.pop(m, 0) for m in microbatches], dtype=torch.float64)
         if stage == 0:
             self._checksums[k] = column
         if table is None:
             return
+        # repeated in each row, so that one tensor carries all
         settings = torch.tensor(self._compared.digest(k), dtype=torch.float64)
         settings = settings.expand(len(table), len(settings))
         results = torch.cat([table, column[:, None], settings], dim=1)
@@ -559,6 +581,7 @@ class ResultCollection:
             if results is None:
                 results = self._mail.receive(Message(RESULT, k, stage, self._here))[0]
             column = results[:, self._columns]
+            # None on a rank that collects and has not the first stage
             if checksums is not None and not torch.equal(checksums, column):
                 self._require_same_batches(k, stage, checksums * column)
             self._require_same_settings(k, stage, results[0, self._columns + 1 :])
@@ -570,6 +593,7 @@ class ResultCollection:
             self._recorder.add("wait", k, start, carries="losses")
             # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
             table = torch.stack(replicas, dim=2).flatten(1, 2)
+        # the whole model's loss is the last one
         blocks = [average(rows) for rows in table]
         return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
 
@@ -597,6 +621,7 @@ class ResultCollection:
         if not products.any():
             return
         ranks = [world.name_rank(self._layout.find_rank(s)) for s in (0, stage)]
+        # a loop's loader is the caller's own, so the remedy is another than for a config's data
         if not self._batches.reads_again:
             who = f"rank {ranks[0]} and rank {ranks[1]} have different labels for step {k}"
             raise RunFault(f"step: {who}: {READ_ALIKE}")

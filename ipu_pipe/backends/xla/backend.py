@@ -21,6 +21,7 @@ from ipu_pipe.schedule.versions import VersionTable
 
 def make_options(job: Job) -> XlaOptions:
     """Return the options of a job whose graphs were traced."""
+    # before the first program is compiled, which would open another folder
     keep_compiled(job.config.backend.cache)
     program = job.config.backend.program
     # only the default falls back; a program that the config names is refused with its reasons

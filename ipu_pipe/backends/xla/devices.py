@@ -89,6 +89,7 @@ def keep_compiled(cache: str | bool | None) -> None:
 def _describe_processor() -> str:
     """Return a name for processors of the same instructions: a program of another may not run."""
     facts = platform.machine()
+    # other systems than Linux have no such file
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         facts += next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -139,8 +140,10 @@ def measure_product_error(device: Any) -> float:
     """
     import jax
 
+    # a fixed draw, so that a device has one figure
     x, y = np.random.default_rng(0).standard_normal((2, 32, 32), np.float32)
     product = jax.numpy.matmul(*jax.device_put((x, y), device), precision="highest")
+    # in float64 on the host, whose own error does not count
     error = np.abs(np.asarray(product) - x.astype(np.float64) @ y)
     return float((error / (np.abs(x) @ np.abs(y))).max())
 
@@ -173,7 +176,9 @@ def place(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
     # that no two stages share a device is the strictest case for what the stages may share
     placed = cut_at(method, model, requested.begin_names(), tuple(range(stages)), 0, x)
     placement: tuple[int, ...] = ()
+    # an order of the method's own places the stages itself
     if method.order is None:
         heads = group_stages(model, requested, min(len(devices), stages), x)
+        # the device of a stage is the number of groups that begin up to it
         placement = tuple(sum(head <= s for head in heads) for s in range(stages))
     return placed._replace(local_stages=None, placement=placement)

@@ -33,6 +33,7 @@ class XlaEngine(HostModelEngine):
         options: XlaOptions = run.options
         devices = options.devices
         is_split = work.schedule.passes == SPLIT_PASSES
+        # a placement may name more rows than there are devices
         placed = [devices[device % len(devices)] for device in run.placement]
         all_passes = make_passes(options.graphs, placed, is_split)
         stages = [StagePlayer(run, work, s, passes) for s, passes in enumerate(all_passes)]
@@ -63,6 +64,7 @@ class XlaEngine(HostModelEngine):
         self._advance(float("inf"), batches)
 
     def _advance(self, cut: float, batches: int) -> None:
+        # set first: a fault in the middle leaves the host's weights old
         self.newest_model = None
         with attribute_faults(lambda: f"update {self._player.update}, {self._player.doing}"):
             self._player.advance(cut, batches)
@@ -72,6 +74,7 @@ class XlaEngine(HostModelEngine):
 
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         if is_loaded:
+            # the state was loaded into the host's model and optimizer
             for stage in self._player.stages:
                 stage.load()
         else:
@@ -111,6 +114,7 @@ class XlaEngine(HostModelEngine):
 
     def _measure_peaks(self) -> list[dict[str, int]] | None:
         """Return the peak bytes of each device, None if the devices do not count them."""
+        # by id, because stages may share a device
         devices = {s.passes.device.id: s.passes.device for s in self._player.stages}
         stats = [device.memory_stats() for device in devices.values()]
         if not all(stats):

@@ -45,6 +45,7 @@ def list_slot_faults(job: Job) -> list[str]:
     method = job.method
     reads = (method.forward_reads, method.backward_reads)
     is_dataflow = method.pipeline is Timeline.DATAFLOW and reads == (Reads.NEWEST, Reads.NEWEST)
+    # devices in use, of which a placement may name more
     devices = len({device % len(list_devices(job.config.backend)) for device in job.placement})
     rules = [rule.key for rule, _ in select_rules(job.config.method_settings(), method)]
     kinds = {get_kind(job.full_optimizer, group) for group in job.full_optimizer.param_groups}
@@ -71,6 +72,7 @@ def _list_missing_operations(job: Job) -> list[str]:
     """Return the operations of each stage that cannot be lowered."""
     from ipu_pipe.backends.xla.lower import list_missing
 
+    # kept: `make_options` hands them to the engine
     job.stage_graphs = trace_pieces(job.pieces, job.example, job.loss)
     faults = []
     for s, graphs in enumerate(job.stage_graphs):

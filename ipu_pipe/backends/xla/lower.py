@@ -41,6 +41,7 @@ def _find_fault(node: fx.Node) -> str | None:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and value.dtype not in DTYPES:
         return f"{value.dtype} "
+    # placeholders and constants are no operations; getitem takes a part of several results
     if node.op != "call_function" or node.target is operator.getitem:
         return None
     name = str(node.target)

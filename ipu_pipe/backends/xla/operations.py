@@ -64,6 +64,7 @@ def _list_axes(x: Any, dims: int | Sequence[int] | None) -> tuple[int, ...] | No
 
 def _scale_second(function: Callable[..., Any]) -> Callable[..., Any]:
     def compute(x: Any, y: Any, alpha: float = 1) -> Any:
+        # factors of 1 are left out, as in `_multiply_unless_one`
         return function(x, y if alpha == 1 else y * alpha)
 
     return compute
@@ -97,6 +98,7 @@ _enter_all(
 
 
 def _to_floating(x: Any) -> Any:
+    # torch's sigmoid and erf take integers, too
     return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
 
 
@@ -154,6 +156,7 @@ _enter_all(
 @_enter("aten.div.Tensor_mode", "aten.div.Scalar_mode")
 def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "floor":
+        # as torch, floor_divide of integers stays an integer
         return jnp.floor_divide(x, y)
     quotient = jnp.true_divide(x, y)
     return quotient if rounding_mode is None else jnp.trunc(quotient)
@@ -236,6 +239,7 @@ def _norm(
     if math.isinf(order):
         return (_amax if order > 0 else _amin)(size, dims, keepdim)
     if order == 0:
+        # order 0 counts the elements that are not 0
         return _sum(size != 0, dims, keepdim)
     return _raise(_sum(_raise(size, order), dims, keepdim), 1 / order)
 
@@ -306,11 +310,13 @@ def _unsqueeze(x: Any, dim: int) -> Any:
 @_enter("aten.squeeze.dim", "aten.squeeze.dims")
 def _squeeze(x: Any, dims: Any) -> Any:
     axes = _list_axes(x, dims) or ()
+    # torch leaves a dimension of more than one element alone, where jax raises
     return jnp.squeeze(x, tuple(axis for axis in axes if x.shape[axis] == 1))
 
 
 @_enter("aten.expand.default")
 def _expand(x: Any, sizes: Sequence[int], implicit: bool = False) -> Any:
+    # new dimensions come first; -1 keeps the length of an old one
     added = len(sizes) - x.ndim
     shape = [x.shape[i - added] if size == -1 else size for i, size in enumerate(sizes)]
     return jnp.broadcast_to(x, shape)
@@ -362,7 +368,9 @@ def _select_scatter(x: Any, y: Any, dim: int, index: int) -> Any:
 def _split(x: Any, size: int, dim: int = 0) -> list[Any]:
     count = x.shape[dim]
     return [
+        # torch's last part may be shorter
         lax.slice_in_dim(x, first, min(first + size, count), axis=dim)
+        # a dimension of no elements gives one part of none
         for first in range(0, max(count, 1), size)
     ]
 
@@ -463,6 +471,7 @@ def _at_along(x: Any, dim: int, indices: Any) -> Any:
     other dimensions. An array of no dimension is one of one element.
     """
     indices = jnp.atleast_1d(indices)
+    # a broadcast index for each dimension; only `dim` has its own
     places: list[Any] = list(np.ogrid[tuple(slice(n) for n in indices.shape)])
     places[dim] = indices
     return jnp.atleast_1d(x).at[tuple(places)]
@@ -479,6 +488,7 @@ def _choose(x: Any, dim: int, indices: Any, usual: Any, by_marks: Any) -> Any:
     def compare(x: Any, indices: Any) -> Any:
         return by_marks(x, lax.broadcasted_iota(indices.dtype, x.shape, dim) == indices)
 
+    # chosen when the program is compiled: others keep the usual operation
     return lax.platform_dependent(x, indices, tt=compare, default=usual)
 
 
@@ -507,6 +517,7 @@ def _scatter_source(x: Any, dim: int, indices: Any, source: Any) -> Any:
 
 
 def _cut_to(indices: Any, source: Any) -> Any:
+    # torch ignores what a source has beyond the indices
     shape = jnp.atleast_1d(indices).shape
     return jnp.atleast_1d(source)[tuple(slice(n) for n in shape)]
 
@@ -534,6 +545,7 @@ def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = F
     if indices[-1].dtype == jnp.bool_:
         # of one number, `list_missing` refuses others
         mask = indices[-1]
+        # dimensions behind the mask's, over which the choice is the same
         behind = x.ndim - (len(indices) - 1) - mask.ndim
         mask = mask.reshape(mask.shape + (1,) * behind)
         return jnp.where(mask, x + values if accumulate else values, x)

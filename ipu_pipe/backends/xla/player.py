@@ -107,6 +107,7 @@ class StagePasses:
         self.graphs = graphs
         output: Any = graphs.backward.graph.output_node().args[0]
         gradients = list(output)
+        # the others are frozen, or nothing depends on them
         self.trained = [i for i in range(len(graphs.weights)) if gradients[i] is not None]
         states = len(graphs.state)
         outputs = graphs.outputs
@@ -120,6 +121,7 @@ class StagePasses:
                 results[outputs + states :],
             )
 
+        # compiled when it is first called, once for each device
         self.forward = jax.jit(forward)
         self.backward = self._compile_backward(graphs.backward, len(graphs.weights))
         if is_split:
@@ -208,6 +210,7 @@ class StagePlayer:
         trained = [self._parameters[i] for i in passes.trained]
         # what an update adds its first gradients to, and the gradients of outputs that are known
         zeros = [np.zeros(p.shape, p.detach().numpy().dtype) for p in trained]
+        # None with one microbatch an update, whose gradients are the total
         self._zeros = self.put(zeros) if work.accumulate > 1 else None
         self.known_gradients = self._list_known_gradients(work.accumulate)
         self.optimizer = StageOptimizer(run.rules, stage, trained, self.put)
@@ -229,6 +232,8 @@ class StagePlayer:
         """
         graphs = self.passes.graphs
         outputs = list_outputs(self.passes.graphs.forward)
+        # of the loss 1 / N; of a tensor that crosses zeros, for one that the next stage sends no
+        # gradient of
         make = torch.ones if graphs.labels or self.is_last else torch.zeros
         values = [outputs[i] for i in graphs.gradients]
         tensors = [make(tuple(v.shape), dtype=v.dtype) / accumulate for v in values]
@@ -264,6 +269,7 @@ class StagePlayer:
     def _keep_newest(self) -> None:
         state = None
         if self.optimizer.corrects_reads:
+            # the arrays are immutable, so that the list alone is copied
             state = list(self.optimizer.states)
             self._kept_state_bytes = sum(x.nbytes for one in state for x in one.values())
         self._versions[self.version] = (self.weights, state)
@@ -271,6 +277,7 @@ class StagePlayer:
 
     def drop_arrays(self) -> None:
         """Leave the arrays to somebody else, until they are gathered again."""
+        # a slot's program takes over their memory
         self.weights = self.state = []
         self.optimizer.states = []
         self._versions.clear()
@@ -296,6 +303,7 @@ class StagePlayer:
 
     def read(self, versions: Any, codes: Any) -> Arrays:
         """Return the weights that a pass reads."""
+        # one stage, so that each array has one element
         version = int(versions[0])
         code = int(codes[0])
         weights, state = self._versions[version]
@@ -303,6 +311,7 @@ class StagePlayer:
             return weights
         if (version, code) not in self._corrected:
             trained = self.passes.trained
+            # computed once for all passes that read it alike
             corrected = self.optimizer.correct(version, code, [weights[i] for i in trained], state)
             by_index = dict(zip(trained, corrected))
             view = [by_index.get(i, w) for i, w in enumerate(weights)]
@@ -318,6 +327,7 @@ class StagePlayer:
             gradients = [self.total[i] for i in self.optimizer.stepped]
             old = [self.weights[i] for i in trained]
             new = dict(zip(trained, self.optimizer.step(k, old, gradients)))
+            # weights without a step are the same arrays in all versions
             self.weights = [new.get(i, w) for i, w in enumerate(self.weights)]
         self.total = self._zeros
         self.version += 1
@@ -326,6 +336,7 @@ class StagePlayer:
 
     def release(self) -> None:
         """Drop the versions that no later pass reads."""
+        # usually one version is alone, and nothing needs to be looked up
         if len(self._versions) > 1 or self._corrected:
             self._drop(self._find_oldest())
         self._count_versions()
@@ -346,6 +357,7 @@ class StagePlayer:
         following = self.newest_forward + 1
         if following < self.end:
             if self._following is None:
+                # kept for `read_replay`, which asks for the same one next
                 self._following = self._plan.replay(following, self._here)
             needed.append(int(self._following.forward.versions[0]))
         return min(needed, default=self.version)
@@ -434,6 +446,7 @@ class Player:
         infinite cut no more of them come before the pipeline begins anew.
         """
         accumulate = self.work.schedule.accumulate
+        # `release` must not wait for forwards that never come
         if cut == float("inf"):
             for stage in self.stages:
                 stage.end = batches * accumulate
@@ -445,6 +458,7 @@ class Player:
             self._next_action = None
             kind = ORDER[action.order]
             batch = action.number if kind is Kind.UPDATE else action.number // accumulate
+            # an action of a batch that never begins is left out
             if batch < batches:
                 self._act(kind, self.stages[action.stage], action.number)
 
@@ -458,6 +472,7 @@ class Player:
         ):
             computed = self._carry_out[kind](stage, number)
         if recorder.is_recording:
+            # only where events are recorded: a wait would stop the host's queueing
             jax.block_until_ready(computed)
             # an update has counted its version already
             version = stage.version - 1 if kind is Kind.UPDATE else stage.version
@@ -473,6 +488,7 @@ class Player:
         sent = sum(x.nbytes for x in arrays)
         self.links[source, target] = (size + sent, messages + 1)
         device = self.stages[target].passes.device
+        # arrays are immutable, so that both stages may have them
         if device == self.stages[source].passes.device:
             return arrays
         return jax.device_put(list(arrays), device)
@@ -484,14 +500,17 @@ class Player:
         graphs = stage.passes.graphs
         is_last = s == len(self.stages) - 1
         if m not in self._batches:
+            # read by the first stage, and kept for the labels of the last
             x, y = self._run.load(m)
             self._batches[m] = x, y
             self._samples[m] = count_samples(x)
         x, y = self._batches[m]
         inputs = self._inputs.pop((s, m), None)
         if inputs is None:
+            # the first stage: nobody has sent it inputs
             inputs = stage.put([t.detach().numpy() for t in list_tensors(x)])
         labels = stage.put([t.numpy() for t in list_tensors(y)]) if is_last else []
+        # drawn on the host as the emulator draws them
         masks = draw_masks(self._run.model, graphs.masks, self._run.seed, m)
         replay = stage.read_replay(m)
         weights = stage.read(*replay.forward)
@@ -508,6 +527,7 @@ class Player:
     def _list_gradients(self, stage: StagePlayer, m: int) -> Arrays:
         """Return the gradients of the outputs that a backward takes."""
         known = stage.known_gradients
+        # the last stage gets none: its loss has a known gradient
         by_output = self._gradients.pop((stage.stage, m), known)
         return [by_output.get(i, known[i]) for i in stage.passes.graphs.gradients]
 
@@ -515,6 +535,7 @@ class Player:
         stage.total, of_inputs = self._run_backward(stage, m, stage.passes.backward, stage.total)
         del stage.replays[m]
         stage.release()
+        # returned for the wait of a recorded event
         return stage.total, of_inputs
 
     def _input_gradient(self, stage: StagePlayer, m: int) -> Any:
@@ -532,6 +553,7 @@ class Player:
         gradients = self._list_gradients(stage, m)
         computed, of_inputs = run(weights, stage.saved.pop(m), gradients, *total)
         if s:
+            # nothing is sent for an input without a gradient
             present = [g for g in of_inputs if g is not None]
             indices = [
                 i for i, g in zip(stage.passes.graphs.differentiable, of_inputs) if g is not None

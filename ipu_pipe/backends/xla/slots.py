@@ -120,6 +120,7 @@ def _map(function: Callable[..., Any], n: int, *arguments: Any) -> Any:
     """Call a function of one stage's arrays for n stages whose arrays are stacked."""
     if n > 1:
         return jax.vmap(function)(*arguments)
+    # one stage needs no batched operations
     results = function(*jax.tree.map(lambda x: x[0], arguments))
     return jax.tree.map(lambda x: jnp.expand_dims(x, 0), results)
 
@@ -128,6 +129,7 @@ def _select(does: Any, new: Any, old: Any) -> Any:
     """Return the new arrays of the stages that have work, and the old ones of the others."""
 
     def select(a: Any, b: Any) -> Any:
+        # `does` is (n,), the arrays are (n, ...)
         return jnp.where(does.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
     return jax.tree.map(select, new, old)
@@ -211,6 +213,7 @@ class Group:
             old.state,
             others,
         )
+        # a stage without work has computed with what was there, and keeps its state
         state = _select(feed.does[0], list(state), list(old.state))
         return outputs, saved, old._replace(state=state)
 
@@ -275,6 +278,7 @@ class Group:
         """Return the numbers of the stages' next updates, (n, weights, numbers); `made`: the
         updates of every stage so far.
         """
+        # rates and other numbers may differ between the stages of a group, operations may not
         rows = [s.optimizer.list_numbers(int(made[s.stage])) for s in self.stages]
         if any(s.optimizer.options != self.optimizer.options for s in self.stages):
             raise BadInput(
@@ -289,6 +293,7 @@ class Group:
         if all(option.kind == "sgd" for option in self._options):
             return numbers
         fields = dict(zip(Numbers._fields, np.moveaxis(numbers.astype(np.float64), -1, 0)))
+        # steps of this stage so far, and the one to come: Adam counts from 1
         counts = np.array([stage.optimizer.counts for stage in self.stages]) + 1
         # a copy, because the program of the slot before may not have read the numbers yet
         numbers = numbers.copy()
@@ -320,6 +325,7 @@ class Group:
         """Return one stage's weights as the rules correct them for a pass."""
         read = list(weights)
         for entry, row in factors.items():
+            # SGD's step is its velocity times the rate, which is in the factor
             name = VELOCITY if entry == STEP else entry
             for j, (i, state) in enumerate(zip(self.optimizer.stepped, optimizer)):
                 number = self.passes.trained[i]
@@ -342,6 +348,7 @@ def _play(
 ) -> Any:
     """Run one slot of all groups; return their states and the last stage's outputs."""
     states = list(states)
+    # the host's microbatch in front of what the group's own stages have sent
     entering = [jnp.concatenate([a[None], b]) for a, b in zip(x, states[0].inputs)]
     states[0] = states[0]._replace(inputs=entering)
     outputs: list[Any] = []
@@ -351,6 +358,7 @@ def _play(
         sent, left, states[i] = group.run_forwards(states[i], feeds[i], mine)
         outputs.append(sent)
         all_left.append(left)
+    # after all forwards: a backward in the slot of its forward reads what that has left
     of_inputs = []
     for i, group in enumerate(groups):
         returned, states[i] = group.run_backwards(states[i], feeds[i], all_left[i], saved[i])
@@ -419,6 +427,7 @@ class SlotPlayer(Player):
         self._first_slot = self._find_first_slot(work)
         self._eras = _Eras(work.rules)
         x, y = self._run.example
+        # any values until a batch comes: stages without work compute with them
         self._x: Arrays = [t.numpy() for t in list_tensors(x)]
         self._y: Arrays = [t.numpy() for t in list_tensors(y)]
         entering = list_tensors(x)
@@ -427,6 +436,7 @@ class SlotPlayer(Player):
             states.append(group.make_state(entering))
             entering = list_outputs(group.graphs.forward)[: group.graphs.outputs]
         self._states = jax.device_put(states, self.stages[0].passes.device)
+        # the program takes over the memory of its states, so that nobody else may hold them
         for stage in self.stages:
             stage.drop_arrays()
         # the settings of the newest slot, and what was made of them
@@ -439,6 +449,7 @@ class SlotPlayer(Player):
         end = min(self._first + int(self._depths[0]) + 2, schedule.microbatches)
         forward = schedule.slots(Kind.FORWARD, self._first, end)
         backward = schedule.slots(Kind.BACKWARD, self._first, end)
+        # the program's order is this pipeline's alone, whatever the schedule says
         assert (forward == forward[:1] + self._numbers[:, None]).all()
         assert (backward == forward + self._depths[:, None]).all()
         return int(forward[0, 0])
@@ -455,6 +466,7 @@ class SlotPlayer(Player):
         entering = self._entering
         last = len(self.stages) - 1
         self.doing = f"microbatch {entering} enters"
+        # (P,): the microbatch at each stage in this slot, which may not exist
         forward = entering - self._numbers
         backward = forward - self._depths
         runs = [(self._first <= m) & (m < end) for m in (forward, backward)]
@@ -489,6 +501,7 @@ class SlotPlayer(Player):
             self._samples[m] = count_samples(x)
             self._x = [np.array(t.detach()) for t in list_tensors(x)]
         if runs[-1]:
+            # the last stage's microbatch entered P - 1 slots ago
             self._y = self._batches.pop(int(forward[-1]))
 
     # ---- the settings of a slot
@@ -506,8 +519,10 @@ class SlotPlayer(Player):
             rules.encode_backwards(updates, np.minimum(read // self.work.accumulate, updates)),
         )
         eras = self._eras.list(updates)
+        # the first step has no velocity to keep (`Numbers.kept`)
         is_first = updates == self.work.update
         settings = (eras, *(code.tolist() for code in codes), is_first.tolist())
+        # most slots have the settings of the one before
         if settings != self._settings:
             self._settings = settings
             self._feeds = [
@@ -596,6 +611,7 @@ class _Eras:
     def list(self, updates: Any) -> list[int]:
         """Return the stretch of each of these updates, whose numbers never go back."""
         numbers: list[int] = updates.tolist()
+        # in the order of the updates: an era ends where settings change
         for k in sorted(set(numbers) - self._eras.keys()):
             settings = self._rules.list_settings(k)
             self._count += settings != self._settings

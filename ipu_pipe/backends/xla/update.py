@@ -91,6 +91,7 @@ def _step_sgd(options: Options, n: Numbers, w: Any, g: Any, state: dict[str, Any
     """Step as torch.optim.SGD; v <- m v + (1 - dampening) g, w <- w - lr v."""
     d = g + n.weight_decay * w if options.decays else g
     gradient = d
+    # without momentum the gradient stands for the velocity
     velocity = d
     if options.has_momentum:
         # a schedule may give a momentum to an optimizer that began without
@@ -132,6 +133,7 @@ def step_stage(
     for option, row, w, g, old in zip(options, numbers, weights, gradients, states):
         # the row has the widest type of the stage, which would widen narrower weights
         n = Numbers(*row.astype(w.dtype))
+        # a copy: the function is traced, and must not change its arguments
         state = dict(old)
         g = g * n.shrinkage if "gradient_shrinking" in rules else g
         step = _step_sgd if option.kind == "sgd" else _step_adam
@@ -139,6 +141,7 @@ def step_stage(
         if "spike_compensation" in rules:
             new = new + n.of_velocity * velocity + n.of_gradient * gradient
         if "t2" in rules:
+            # T2's moving average of the steps, by the whole step with what the rules have added
             state[DELTA] = n.gamma * state[DELTA] + (1 - n.gamma) * (new - w)
         if LAST_STEP in rules:
             state[LAST_STEP] = new - w
@@ -178,6 +181,7 @@ class StageOptimizer:
         self.stepped = [i for i, p in enumerate(parameters) if id(p) in group_of]
         self._groups = [group_of[id(parameters[i])] for i in self.stepped]
         self.counts = [0] * len(self.stepped)
+        # until a velocity is loaded or made
         self._is_first = [True] * len(self.stepped)
         self._newest = 0
         # the numbers of the newest step, as rows and as an array on the device
@@ -197,14 +201,17 @@ class StageOptimizer:
         for i, (number, (group, kind)) in enumerate(zip(self.stepped, self._groups)):
             p = self._parameters[number]
             host = dict(self._rules.optimizer.state.get(p, {}))
+            # torch keeps it as a tensor in the state; here the host counts
             self.counts[i] = int(host.pop("step", 0))
             names = list(self._rules.list_entries(self._stage))
             if kind != "sgd":
                 names += ["exp_avg", "exp_avg_sq"]
             elif group.get("momentum"):
                 names.append(VELOCITY)
+            # a state without a velocity is that of an optimizer that has not stepped with momentum
             self._is_first[i] = VELOCITY not in host
             zeros = {name: torch.zeros_like(p) for name in names}
+            # older versions of SGD store None for no velocity
             tensors = {**zeros, **{k: v for k, v in host.items() if v is not None}}
             self.states.append({k: self._put(v.detach().numpy()) for k, v in tensors.items()})
 
@@ -219,6 +226,7 @@ class StageOptimizer:
         for number, count, arrays, (_, kind) in zip(
             self.stepped, self.counts, self.states, self._groups
         ):
+            # copies, because a jax array's memory is read-only
             tensors = {k: torch.from_numpy(np.array(v)) for k, v in arrays.items()}
             if kind != "sgd":
                 tensors = {"step": torch.tensor(float(count)), **tensors}
@@ -283,6 +291,7 @@ class StageOptimizer:
     def list_numbers(self, k: int) -> list[Numbers]:
         """List the numbers of update k of each stepped weight."""
         assert self._host is not None
+        # into the host's groups, from which the numbers are read
         self._rules.apply_settings(self._host, k)
         acting = self._acting if k >= self._rules.switch else []
         return [
@@ -311,6 +320,7 @@ class StageOptimizer:
                 step_size=lr / (1 - beta1**count),
                 root=(1 - beta2**count) ** 0.5,
             )
+        # torch's SGD begins with the gradient itself as its velocity, without dampening
         elif not self._is_first[i]:
             numbers = numbers._replace(kept=momentum, dampening=float(group.get("dampening", 0)))
         for rule, setting in acting:
@@ -335,8 +345,10 @@ class StageOptimizer:
                 number: self._get_entry(entry, i, state, version)
                 for i, (number, state) in enumerate(zip(self.stepped, states))
             }
+            # before its first step a weight has no step to predict by
             entries = {number: x for number, x in entries.items() if x is not None}
             values = [by_number[number] for number in entries]
+            # of the weight's dtype: a wider factor would widen the weight
             scales = [
                 np.asarray(factors[id(self._parameters[number])], by_number[number].dtype)
                 for number in entries
@@ -349,6 +361,7 @@ class StageOptimizer:
         none.
         """
         group, kind = self._groups[i]
+        # SGD's step is its velocity; Adam's is computed from its moments
         if entry != STEP or kind == "sgd":
             return state.get(VELOCITY if entry == STEP else entry)
         # the steps of this weight when the version was the newest

@@ -46,6 +46,7 @@ def _convolution(x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
 
     if is_transposed:
         sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, added)
+        # as torch defines the output of a transposed convolution; `a` is output_padding
         shape = [(n - 1) * s - 2 * p + d * (k - 1) + a + 1 for n, k, s, p, d, a in sizes]
         channels = weight.shape[1] * groups
         y = jnp.zeros((x.shape[0], channels, *shape), x.dtype)
@@ -71,6 +72,7 @@ def _differentiate_convolution(
 
     of_input = of_weight = of_bias = None
     if mask[0] and is_transposed:
+        # the gradient of the transpose of a map is the map itself
         of_input = convolve(x, weight)
     elif mask[0]:
         of_input = jax.linear_transpose(lambda x: convolve(x, weight), x)(y)[0]
@@ -98,6 +100,7 @@ def _max_pool(
     counts = [
         _count_windows(n, k, s, p, d, ceil_mode) for n, k, s, p, d in zip(x.shape[-2:], *settings)
     ]
+    # the rows and columns that windows read, (H', k) and (W', k), in the padding too
     rows, columns = (
         np.arange(count)[:, None] * s + np.arange(k) * d - p
         for count, k, s, p, d in zip(counts, *settings)
@@ -150,6 +153,7 @@ def _average_pool(
     divisor: int | None = None,
 ) -> Any:
     pads = [(0, 0, 0)] * (x.ndim - 2)
+    # batch and channels are not pooled
     strides = [1] * (x.ndim - 2)
     lengths = []
     for i, n in zip((0, -1), x.shape[-2:]):
