@@ -521,7 +521,7 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_progresses(
     evaluated: List[int] = []
 
     def wait(replica: int) -> None:
-        wait_for_first_replica(RankLayout(replica, (0,), 2), mail, 1)
+        wait_for_first_replica(RankLayout(replica, (0,), 2), mail, "done")
 
     def evaluate_a_batch(seconds: float) -> None:
         """Let 50 s pass, in which the first replica evaluates one of its batches, or ends."""

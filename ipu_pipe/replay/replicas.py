@@ -333,13 +333,24 @@ class IndependentReplicas:
             else:
                 for tensors in zip(*self._weights):
                     _average(tensors)
-                for p, state in self._states[0].items():
-                    for key in state:
-                        _average([states[p][key] for states in self._states])
+                self._average_states()
             for buffers in zip(*self._buffers):
                 _average(buffers)
         self.enter(0)
         work.rules.after_update(step, self._stages, True)
+
+    def _average_states(self) -> None:
+        """Average the optimizer's state over the replicas that have it.
+
+        A replica has none of a weight that no gradient has reached there; it gets the average.
+        """
+        for p in self._parameters:
+            entries = [states[p] for states in self._states if p in states]
+            for key in dict.fromkeys(key for entry in entries for key in entry):
+                values = [entry[key] for entry in entries if key in entry]
+                _average(values)
+                for states in self._states:
+                    states.setdefault(p, {}).setdefault(key, copy.deepcopy(values[0]))
 
     def list_other_states(self) -> list[Mapping[Any, Mapping[str, Any]]]:
         """List by parameter the optimizer state of replicas that are not in the model, and the

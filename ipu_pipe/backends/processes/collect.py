@@ -375,12 +375,17 @@ class Evaluation:
             if layout.is_leading:
                 self._sum_by_stage(batches(), metrics, sums)
         # other columns evaluate for themselves
-        if layout.replicas > 1 and layout.column is None:
-            self._count += 1
-            wait_for_first_replica(layout, self._mail, self._count)
+        others_wait = layout.replicas > 1 and layout.column is None
+        self._count += others_wait
+        done = f"ipu_pipe/evaluation-{self._count}/done"
+        if others_wait:
+            wait_for_first_replica(layout, self._mail, done)
         # complete the sends, which frees the activations of the test set
         self._mail.flush()
         by_rank = self._mail.all_gather(sums)
+        if others_wait and layout.replica == 0:
+            # nobody waits any more, and the next engine of these processes counts from 1 again
+            world.get_own_store().delete_key(done)
         by_stage = [by_rank[device][stage] for stage, device in enumerate(layout.placement)]
         # stages without data and labels read the test set for shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
@@ -483,12 +488,11 @@ class Evaluation:
         return output if model.head is None else model.head(get_activation(output))
 
 
-def wait_for_first_replica(layout: RankLayout, mail: Mail, number: int) -> None:
-    """Wait for the first replica's evaluation `number`. Raise `LostRank` if it makes no progress
-    within the deadline.
+def wait_for_first_replica(layout: RankLayout, mail: Mail, done: str) -> None:
+    """Wait until the first replica has evaluated, whose ranks count themselves in the store's key
+    `done`. Raise `LostRank` if it makes no progress within the deadline.
     """
     store = world.get_own_store()
-    done = f"ipu_pipe/evaluation-{number}/done"
     progress = -1
     since = time.monotonic()
     limit = mail.limit.total_seconds()
