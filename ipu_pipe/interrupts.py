@@ -48,6 +48,7 @@ def was_interrupted() -> bool:
 def stop_raising() -> None:
     """Let Ctrl-C end the process again, as before `raise_at_first_interrupt`."""
     if signal.getsignal(signal.SIGINT) is _raise:
+        # first of all, so that the next Ctrl-C ends the process also within this handler
         signal.signal(signal.SIGINT, _end)
 
 
@@ -56,6 +57,7 @@ def _may_set_handler() -> bool:
     by `nohup ... &`).
     """
     return (
+        # signal.signal raises in any other thread
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
     )
@@ -81,6 +83,7 @@ def _handle_unraisable(unraisable: Any) -> None:
 
 
 def _end(*_: Any) -> NoReturn:
+    # no print: a stream that was interrupted within a write refuses another one
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)

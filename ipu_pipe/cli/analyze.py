@@ -77,6 +77,7 @@ examples:
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     outputs = {"--png": args.png, "--html": args.html, "--to": args.to}
+    # all of them before the trace is read, which may take minutes
     faults = [
         f"{name}: {file}: is a folder, must be a file"
         for name, file in outputs.items()

@@ -229,6 +229,7 @@ def main(args: argparse.Namespace) -> None:
         value is not None
         for value in (args.durations, args.link, args.stages_per_device, args.work)
     )
+    # before anything is laid out: a table of all passes might not fit in memory
     _check_size(args, method, is_timed)
     # of 0 microbatches GPipe would gather 0; make_schedule has the better message for them
     default = max(1, method.accumulate_for(args.stages, args.microbatches))
@@ -289,6 +290,7 @@ def _check_size(args: argparse.Namespace, method: Method, is_timed: bool) -> Non
 
 
 def _write_csv(schedule: Schedule, out: TextIO) -> None:
+    # first: it refuses what PyTorch's format cannot say, and a note would mislead before that
     rows = format_csv(schedule)
     if schedule.microbatches > schedule.accumulate:
         # on standard error, because the rows go to standard output
@@ -362,6 +364,7 @@ def _compute_times(
     work: Sequence[float],
 ) -> dict[str, Any]:
     """Return the keys of JSON about devices and times."""
+    # a whole backward frees all that its forward keeps
     share = 1.0 if method.order is None else method.order.weight_share
     return {
         "placement": list(schedule.device_of_stage),
@@ -379,6 +382,7 @@ def _write_json(schedule: Schedule, method: Method, timed: dict[str, Any], out: 
     def versions(
         read: Callable[[int, int, slice], Any],
     ) -> Callable[[int], list[int]]:
+        # (1, M), by the stage: a table of all stages is what does not fit
         return lambda stage: list(read(0, M, slice(stage, stage + 1))[0].tolist())
 
     def updates(stage: int) -> list[list[int]]:

@@ -90,6 +90,7 @@ def main(args: argparse.Namespace) -> None:
     )
     raise_faults(
         {
+            # a dated folder would be a new one, with nothing to resume
             f"{option_used}: needs --out DIR, the folder of the run to resume": option_used
             and args.out is None,
             f"{option_used}: cannot be combined with --overwrite": option_used and args.overwrite,
@@ -158,6 +159,7 @@ def _train(args: argparse.Namespace, config: Config, other: Config | None) -> st
                 "resume_from": args.resume_from,
                 "overwrite": args.overwrite,
             }
+            # a resumed run has its stages and rates from its folder, and so has its plan
             config = get_starting_config(config, args.out, **how)
         return format_plan(build_for_planning(config))
     if args.evaluate:

@@ -81,6 +81,7 @@ def train_against(
         count: name_folder(out, other.method, count)
         for count in choose_accumulations(other, accumulations)
     }
+    # one process looks: by the time another does, the folders may have been begun
     starts = run_on_main(
         lambda: {
             folder: choose_resume_options(folder, resume, overwrite)
@@ -209,6 +210,7 @@ def fit_into_time(config: Config, accumulate: int, first: Summary, slots: float)
     most = int(slots) // (2 * accumulate)
     if most < 2 or accumulate > first["updates_per_epoch"] * configured:
         return None
+    # played once, for more updates than fit: those that end in time are then counted
     longest = config.model_copy(update={"gradient_accumulation": accumulate, "steps": most})
     job = build_for_planning(longest)
     ends = job.play_updates(None, job.drains, most)
@@ -224,6 +226,7 @@ def fit_into_time(config: Config, accumulate: int, first: Summary, slots: float)
     share_of_samples = steps * accumulate / (first["steps"] * configured)
     rate_changes = {
         "warmup_steps": math.ceil(lr_schedule.warmup_steps * configured / accumulate),
+        # the same share of a run that has another number of epochs
         "milestones": [epoch * share_of_samples for epoch in lr_schedule.milestones],
     }
     changes = {

@@ -107,11 +107,13 @@ def _build_jobs(
     method, whatever their order.
     """
     jobs: dict[str, Job] = {}
+    # alone it shares its cut with no other
     if list(methods) != [config.method]:
         job = build_for_planning(move_to_emulator(switch_method(config, config.method, steps)))
         # stages that divide modules cannot be given to the other methods by names
         if not job.partition.spread:
             jobs[config.method] = job
+            # by names, which do not change as a measured or planned cut would; one stage has none
             config = config.model_copy(update={"stages": job.partition.begin_names() or 1})
     boundaries = config.stages if isinstance(config.stages, list) else []
     configs = {name: switch_method(config, name, steps, boundaries) for name in methods}
@@ -250,6 +252,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
     summary = read_summary(out)
     if finished.returncode or summary is None:
         lines = finished.stderr.splitlines()
+        # the run's own lines; torchrun adds many about its agent
         errors = [line[len(ERROR) :] for line in lines if line.startswith(ERROR)]
         reason = "; ".join(errors) or describe_end(finished.stderr)
         reason = reason or f"exit code {finished.returncode}"

@@ -118,6 +118,7 @@ def _share(
                 why = f"its process ended with exit code {process.exitcode}"
                 raise RunFault(f"compare: {describe(job)}: {why}") from None
             if isinstance(outcome, Failure):
+                # pickling has dropped the traceback, so its text is the cause
                 raise outcome.error from RunFault(f"{describe(job)}\n{outcome.text}")
             idle.append(connection)
             yield job, outcome
@@ -132,6 +133,7 @@ def _work(
         end.close()
     # Ctrl-C reaches every process of a terminal; the parent ends the others
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # a handler of the caller's, which the fork copies, might not end this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -101,6 +101,7 @@ class MethodRow:
         """Return the multiple of the loop's rate with the least mean final loss, the smallest if
         all diverged.
         """
+        # sorted: min takes the first of equal ones, such as infinite losses
         return min(sorted(self.trainings), key=self.compute_final)
 
     @property

@@ -265,6 +265,7 @@ class OptimizerConfig(OptimizerSettings):
             and value.get("groups")
             and value.get("name") in (None, GROUPS)
         ):
+            # either of the two says it; a config that a run wrote has both
             return {**value, "name": GROUPS}
         return value
 
@@ -307,6 +308,7 @@ class OptimizerConfig(OptimizerSettings):
         """Return the same optimizers with their learning rates times `factor`. Rates that are not
         given keep their defaults.
         """
+        # None stays None: a default of torch.optim is not known here
         return self._with_rates(one.lr and one.lr * factor for one in self.members)
 
     def _with_rates(self, rates: Iterable[Optional[float]]) -> "OptimizerConfig":
@@ -413,6 +415,7 @@ class EvaluateConfig(Section):
         if self.steps is not None:
             return self.steps
         return (
+            # at least 1: a small share of a short epoch is no update at all, and 0 means never
             max(1, round(self.every * updates_per_epoch)) if self.every and updates_per_epoch else 0
         )
 
