@@ -35,6 +35,7 @@ def build_memory_record(job: Job, measured: Report) -> dict[str, Any]:
     planned = plan_memory(job, measured.optimizer_bytes)
     peaks = {} if measured.peak_memory is None else {"peak_memory": measured.peak_memory}
     if measured.links is None:
+        # the emulator holds the versions of all stages in one process
         version_bytes = sum(measured.version_bytes) if job.config.backend.facts.emulates else None
         return {**planned, "emulator_bytes": version_bytes, **peaks}
     rows = [

@@ -98,6 +98,7 @@ def _has_changes(repository: Path, commit: str, objects: Path, index: Path) -> b
     """
     listed = _ask_git(repository, "config", "--list", "-z").split("\0")
     settings = dict(entry.partition("\n")[::2] for entry in listed)
+    # version 1, because git reads extensions only from it on
     config = ["[core]", "repositoryformatversion = 1"]
     for section, name in _GIT_SETTINGS:
         value = settings.get(f"{section}.{name}", "")
@@ -105,6 +106,7 @@ def _has_changes(repository: Path, commit: str, objects: Path, index: Path) -> b
         if re.fullmatch(r"\w+", value, re.ASCII):
             config += [f"[{section}]", f"{name} = {value}"]
     with tempfile.TemporaryDirectory() as git_folder:
+        # git takes a folder for a repository if it has HEAD and refs
         (Path(git_folder) / "refs").mkdir()
         (Path(git_folder) / "HEAD").write_text(f"{commit}\n", encoding="ascii")
         (Path(git_folder) / "config").write_text("\n".join(config) + "\n", encoding="ascii")
@@ -226,6 +228,7 @@ def compare_data(
         else:
             compare(f"{name}: its size", then.get("bytes"), today.get("bytes"))
     names = [_as_mapping(record.get("file_names")).get("sha256") for record in (before, now)]
+    # a file that is missing or new has been named above
     if not faults:
         compare("the SHA-256 of the names of its files", *names)
     if not faults and before.get("sha256") != now.get("sha256") and _is_repeatable(job, now):

@@ -108,6 +108,7 @@ def describe_left_out(job: Job) -> list[str]:
         return []
     size = job.config.micro_batch_size
     batch = job.global_batch_size
+    # a source that tells its samples also counts those that fill no microbatch
     samples = getattr(job.data, "train_samples", None) or size * (
         job.data.train_batches_per_epoch(size) or 0
     )
@@ -214,6 +215,7 @@ def _format_stage_table(job: Job, table: Sequence[Mapping[str, int]]) -> list[st
     if len(rows) <= SHOWN_STAGES:
         return lines
     half = SHOWN_STAGES // 2
+    # 1: the head
     return [*lines[: 1 + half], "  ...", *lines[-half:]]
 
 
@@ -283,6 +285,7 @@ def format_closing(
         "  files:",
         f"    {folder / 'summary.json'}   all figures",
     ]
+    # by the folder: a run may trace nothing, or save nothing
     if (folder / "trace.json.gz").is_file():
         lines.append(
             f"    {folder / 'trace.json.gz'}  timeline of each device: open it in ui.perfetto.dev"
@@ -293,6 +296,7 @@ def format_closing(
     if (folder / "checkpoints").is_dir():
         lines.append(f"    {folder / 'checkpoints'}    weights")
     if report["stopped"] is not None:
+        # below the first line, before the figures, which are those of a shorter run
         lines.insert(
             2,
             f"  ended after {report['steps']} of {report['planned_steps']} updates: "
@@ -327,6 +331,7 @@ def format_closing(
 def _format_tests(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
     """Format the test loss and the known metrics, before and after training."""
     names = [name for name in last if name.startswith("test_") and name != "test_loss"]
+    # accuracy is in the record also where it is not asked for
     known = [(name, 3) for name in names if first.get(name) is not None or last[name] is not None]
     held_out = last.get("validation_loss")
     validated = [] if held_out is None else [f"validation loss {format_number(held_out, 4)}"]

@@ -138,6 +138,7 @@ def _build_actions(played: _PlayedSchedule, kind: Kind, s: int) -> tuple[Events,
     if kind is Kind.UPDATE:
         version = index + 1
     else:
+        # False and True are the places of forwards and backwards
         version = played.versions[kind is not Kind.FORWARD][s, : len(index)]
     is_whole = played.is_whole_backward(kind, s)
     actions = Events.from_columns(
@@ -215,11 +216,13 @@ def _find_waits(actions: Events, inputs: IntArray) -> Events:
     order = _get_order(actions)
     actions = actions.select(order)
     inputs = inputs[:, order]
+    # when the device is through with all before each action
     free = np.concatenate([[0], np.maximum.accumulate(actions.end)[:-1]])
     gap = actions.start > free
     actions = actions.select(gap)
     inputs = inputs[:, gap]
     free = free[gap]
+    # an input that was there before the gap is not what the device waits for
     came_late = inputs[ARRIVAL] > free
     return Events.from_columns(
         len(free),
@@ -336,6 +339,7 @@ def write_modelled_trace(job: Job, folder: Path, costs: StageCosts) -> None:
     """
     schedule = job.schedule
     batch = job.schedule.accumulate
+    # the clock plays from the start, as a later update depends on all before it
     count = min(schedule.microbatches, job.traced_updates.stop * batch)
     metadata = {**make_trace_metadata(job), "modelled": True, "why_modelled": costs.origin}
     if costs.spread is not None:
@@ -383,6 +387,7 @@ def choose_stage_costs(job: Job, seconds: StageSeconds | None, position: Positio
         backward = [1.0] * len(job.partition)
         total = 2.0 * len(job.partition)
     seconds_of_update = position.seconds / position.timed_updates if position.timed_updates else 1.0
+    # the emulator computes the microbatches of all replicas one after another
     scale = seconds_of_update / (job.schedule.accumulate * job.config.replicas) / total
     costs = Costs(
         [scale * f for f in forward],

@@ -117,6 +117,7 @@ def compute_busy_shares(
     )
     span = sum(device.span_ns for device in measured.times or ())
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
+    # costs from FLOPs alone say nothing of how long a device is busy
     modelled = (
         compute_modelled_rates(job, costs.costs, costs.spread)
         if costs is not None and costs.are_measured

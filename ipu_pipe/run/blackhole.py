@@ -89,6 +89,7 @@ def read_facts(text: str) -> dict[str, Any]:
         elif match := _OPERATION.match(line):
             result, count, kind = match.groups()
             if kind == "deallocate":
+                # None: arguments and outputs are not among these
                 live.pop(line.partition("(")[2].partition(")")[0], None)
                 continue
             tensors = measure(line.rpartition("->")[2])
@@ -125,6 +126,7 @@ def end_with_parent(parent: int) -> None:
 def main() -> None:
     """Compile the programs whose paths are read, and print a line of JSON for each."""
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    # line by line: the other process waits for each answer
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     # the compiler prints to stdout
     os.dup2(2, 1)

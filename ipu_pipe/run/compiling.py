@@ -142,6 +142,7 @@ def _sum_stage(
     # some compilers pad results alone; an update's results are the next version
     version = max(passes[WEIGHTS].argument, passes[WEIGHTS].output)
     padding = version / weight_bytes if weight_bytes else 1.0
+    # that of the weights only measures them, and never runs
     programs = [one for kind, one in passes.items() if kind != WEIGHTS]
     saved = max(one.output for kind, one in passes.items() if kind in ("forward", "input gradient"))
     needed = state * padding + row["in_flight"] * saved

@@ -125,6 +125,7 @@ class TrainingLoop:
         position = self.position
         if not position.update:
             self.loss_trend = LossTrend(job.updates)
+        # after `restore`: a checkpoint that is refused must leave the folder as it was
         self._write_start()
         self.progress.say(format_opening(job, position.update))
         if self.watches_gradients:
@@ -311,6 +312,7 @@ class TrainingLoop:
         flow = self.flow
         with self.progress.show_bar(job.updates, flow.given, job.updates_per_epoch) as self.bar:
             while flow.given < self.end:
+                # asked before the step, which drains the pipeline for them
                 evaluates, saves = job.plan_pauses(flow.given + 1)
                 self._step(drains=evaluates or saves)
                 # what is written in the background may be complete by now
@@ -369,6 +371,7 @@ class TrainingLoop:
         per_call = self.engine.updates_per_call
         start = time.perf_counter()
         flow.give()
+        # to read a loss is to wait for its device, so it is left where nobody asks
         results = list(flow.take()) if drains or self._needs_results(flow.given) else []
         if drains:
             results += flow.drain()
@@ -396,6 +399,7 @@ class TrainingLoop:
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         assert self.bar is not None
         for k, result in results:
+            # where the results are in one process, that one judges them
             if self.engine.has_results:
                 require_finite(job, k, result.losses)
             position.update = k + 1
@@ -439,6 +443,7 @@ class TrainingLoop:
     def _log(self, line: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl and call the callbacks."""
         self.log(**line)
+        # `_complete_metrics` logs nothing where a killed process has written the line
         if self.log is not log_nothing:
             self.moment = replace(self.moment, line=line)
             self._call_back("on_log")
@@ -488,6 +493,7 @@ class TrainingLoop:
         if split == job.watched_split:
             best = f"{split}_{job.config.evaluate.best}"
             position.add_evaluation(best, record.get(best))
+            # the evaluation before training is not one that the rate follows
             if job.plateau is not None and position.update:
                 value = record.get(f"{split}_{job.config.lr_schedule.metric or 'loss'}")
                 if value is not None:

@@ -245,6 +245,7 @@ def describe_machine() -> dict[str, Any]:
 def _measure_clock() -> int:
     """Return the least difference of two readings of the clock of traces, in ns."""
     readings = [time.perf_counter_ns() for _ in range(2000)]
+    # a clock coarser than a reading gives equal ones
     return min(b - a for a, b in zip(readings, readings[1:]) if b > a)
 
 
@@ -291,6 +292,7 @@ def _compare(
         # a weight may be all 0, as a new bias is
         (actual[name].cpu() - weight.cpu()).abs().max() / weight.cpu().abs().max().clamp(min=1e-6)
         for name, weight in expected.items()
+        # BatchNorm's num_batches_tracked is a whole number
         if weight.is_floating_point()
     ]
     # of torch: Python's own max would pass over what is not a number
@@ -395,6 +397,7 @@ def _train_plainly(trial: Trial) -> dict[str, torch.Tensor]:
     config = configure_trial(trial, {"name": "emulator"})
     model = _make_seeded_model(config)
     data = make_data(config)
+    # those of BASE
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for k in range(config.steps or 0):
         optimizer.zero_grad()
@@ -402,6 +405,7 @@ def _train_plainly(trial: Trial) -> dict[str, torch.Tensor]:
             index = k * config.gradient_accumulation + m
             x, y = data.train_batch(0, index, config.micro_batch_size)
             loss = torch.nn.functional.cross_entropy(model(x), y)
+            # an update's gradient is the mean over its microbatches
             (loss / config.gradient_accumulation).backward()
         optimizer.step()
     return {name: weight.detach() for name, weight in model.state_dict().items()}
@@ -454,6 +458,7 @@ def _run_on_processes(where: str, backend: dict[str, Any]) -> Iterator[Row]:
     """Run the trials of processes under torchrun, all in one group, and compare their weights."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        # this module is the program of each rank, too: `run_rank`
         command += ["--nproc_per_node", str(PROCESSES), "-m", __name__, folder, json.dumps(backend)]
         # torchrun would set it too, with a warning
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -526,6 +531,7 @@ def run_rank(folder: str, backend: str) -> None:
             else:
                 _run(trial, config, run)
             if is_main():
+                # a run that failed may have left a checkpoint, too
                 (run / "done").touch()
         leave()
     except Exception as error:
@@ -547,6 +553,7 @@ def run_ipu_trials(ipus: str) -> Iterator[Row]:
     count = int(ipus.split()[-2])
     for trial in IPU_TRIALS:
         backend = merge_keys({"name": "poptorch"}, trial.device_keys.get("backend", {}))
+        # in half precision no run would equal the emulator
         config = configure_trial(trial, backend, "32.32")
         needed = int(config.stages) * config.replicas  # type: ignore[call-overload]
         if needed > count:

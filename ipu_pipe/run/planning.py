@@ -66,6 +66,7 @@ def build_for_planning(config: Config) -> PlannedJob:
     # building a model by its values, which reports all other faults, may take half a minute
     raise_faults(list_counted_shortages(config))
     config, replaced = replace_missing_data(config)
+    # for their methods alone: nothing of the user's is constructed
     called = make_callbacks(config, None, empty=True)
     job = _build_by_shape(config) or build(config)
     require_supported_callbacks(job, called)
@@ -94,6 +95,7 @@ def _build_by_shape(config: Config) -> PlannedJob | None:
     """Build the job on the meta device; return None if it needs values, if it is small, or if it
     has a fault.
     """
+    # a measurement needs values, and so do weights from a file
     times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
     if (
         (config.backend.facts.emulates or config.backend.facts.trains_on)
@@ -185,6 +187,7 @@ def _measure_units(config: Config) -> tuple[nn.Module, CountedUnits, Any, int]:
         largest = samples if isinstance(setup.data, LoaderData) else 2 * samples
         x, y = setup.prepare_batch(setup.data.train_batch(0, 0, largest))
         costed = count_units(setup.model, x, (), setup.loss, y)
+        # of two sizes, by which the planner predicts others
         for size in sorted({max(1, largest // 2), largest}):
             costed = measure_units(
                 costed, setup.model, setup.loss, take_samples(x, size), take_samples(y, size)

@@ -131,6 +131,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print text, unless quiet."""
         if not self._quiet:
+            # a pipe or a file is written block by block, and a killed run would lose its last lines
             print(escape_lines(text), flush=True)
 
     @contextlib.contextmanager
@@ -224,6 +225,7 @@ def open_log(run: RunFolder | None, tensorboard: bool, done: int) -> Iterator[Lo
     def log(**record: Any) -> None:
         run.write_metrics(record)
         for name, number in flatten_line(record).items():
+            # TensorBoard's axis is the step
             if name not in ("step", "epoch"):
                 with guard_writing(folder):
                     writer.add_scalar(name, number, record["step"])

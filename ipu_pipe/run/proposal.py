@@ -64,6 +64,7 @@ def suggest_config(wish: Wish) -> str:
         *_describe_hardware(wish, problem, prediction.candidate, model),
     ]
     text = "\n".join([*lines, ""])
+    # read back, so that no proposal is handed over which a run would refuse
     configure(**parse_yaml(text, "new"))
     return text
 

@@ -59,12 +59,14 @@ def rehearse(config: Config, say: Callable[[str], None] = lambda text: None) -> 
     """Rehearse a config. Raise `BadInput` with all faults that would refuse it on its hardware."""
     config = _choose_hardware(config, say)
     job = build_for_planning(_shorten(config))
+    # first: nothing else is worth its time if the devices refuse the run
     raise_faults(get_backend(job.config).predict_refusals(job))
     cut, unpredicted = None, f"no prediction: {_describe_no_hardware(config)}"
     if config.hardware is not None:
         try:
             cut = predict_config_cut(job)
         except BadInput as error:
+            # the run itself can be tried, too, where it cannot be predicted
             unpredicted = f"no prediction for {config.hardware}: {error.faults[0]}"
     stages = config.stages
     if config.leaves_stages_to_planner:
@@ -282,6 +284,7 @@ def _list_changes(cut: ConfigCut) -> Iterator[tuple[Candidate, bool, str]]:
     the change in words."""
     problem = cut.problem
     candidate = cut.prediction.candidate
+    # the least change: stages, replicas and microbatches stay as many
     yield candidate, problem.streamed, "another cut (stages: {count: N, by: hardware})"
     can_stream = problem.hardware.device.streaming_bytes is not None
     if can_stream and not problem.streamed:

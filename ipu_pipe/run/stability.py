@@ -191,6 +191,7 @@ def _iterate_power(
                 break
             # this is the negative end of the spectrum: continue with the positive one
             shift = min(shift, value)
+        # H - shift I has the same eigenvectors, and its greatest eigenvalue is at the positive end
         product = [h - shift * part for h, part in zip(product, v)]
         length = _compute_dot(product, product) ** 0.5
         if not length:
@@ -217,6 +218,7 @@ def _measure_discrepancy(
         value = compute_loss()
         try:
             for p, part in zip(parameters, v):
+                # by .data: autograd counts changes of p itself, and would refuse the backward
                 p.data.add_(part, alpha=distance)
             gradient = _differentiate(value, parameters)
         finally:

@@ -115,6 +115,7 @@ def train(
     elif optimizer_args is not None:
         raise BadInput("optimizer_args: need optimizer=..., the class to which they belong")
     with attribute_faults(lambda: "before training"):
+        # before the folder is taken, which a fault in them must leave as it is
         run_callbacks = make_callbacks(config, callbacks)
     config = objects.describe_in(config)
     say = Progress(quiet or not is_main()).say
@@ -295,6 +296,7 @@ def _find_start(
         option = "--resume" if step is None else f"--resume-from: {step}"
         raise BadInput(f"{option}: {out}: contains no run to resume")
     recorded = load_recorded(saved)
+    # a run with objects of Python's needs them again
     objects.require_entries(recorded)
     config = keep_recorded_choices(recorded, config)
     changes = classify_changes(recorded, config)
@@ -317,6 +319,7 @@ def evaluate_checkpoint(config: Config, path: str | Path) -> dict[str, Any]:
     with setup.precision.put_masters_in_place(loads=True):
         checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     with attribute_faults(lambda: "evaluation"):
+        # where blocks have losses of their own the whole model is last
         result = evaluate(setup)[-1]
     return {"weights": str(path), **result.to_record()}
 

@@ -196,6 +196,7 @@ def find_arrows(events: Events, metadata: dict[str, Any]) -> Arrows:
             [target_key[targets], taken_by[targets], events.microbatch[targets], carries[targets]],
             events.start[targets],
         )
+        # an index of -1 reads the -1 at the end
         return np.append(targets, -1)[index]
 
     # [2] from sends
@@ -214,6 +215,7 @@ def find_arrows(events: Events, metadata: dict[str, Any]) -> Arrows:
         passes = passes[carries[passes] != PAYLOAD_CODE["gradients"]]
     next_pass = match(passes, replica, passes, replica)
     if len(sends):
+        # sends tell the arrows between devices
         next_pass[events.device[next_pass] != events.device[passes]] = -1
     source = np.concatenate([sends, passes])
     target = np.concatenate([target_of_send, next_pass])
@@ -237,7 +239,9 @@ def match_first(
         base = max(int(column.max(initial=0)), int(row_column.max())) - least + 1
         keys = keys * base + column - least
         row_keys = row_keys * base + row_column - least
+    # by key, and then by start: searchsorted finds the first of equal keys
     order = np.lexsort((start, row_keys))
+    # a key beyond all others would lie one past the end
     first = np.minimum(np.searchsorted(row_keys[order], keys), len(order) - 1)
     return np.where(row_keys[order][first] == keys, order[first], -1)
 

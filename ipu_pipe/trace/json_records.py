@@ -84,6 +84,7 @@ def parse_records(
         try:
             has_records = _parse_document(text, keys, take)
             text.expect_end()
+        # before any record it is no trace at all, after one a trace that breaks off
         except _Broken:
             if not text.records:
                 raise
@@ -129,6 +130,7 @@ class _Text:
         self._raw = raw
         self._report = report
         self._pieces = _read_pieces(raw)
+        # incremental: a piece may end inside a character
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
         # not strict, because names of ranges may have control characters
         self._scan = json.JSONDecoder(parse_float=_parse_number, strict=False).scan_once  # type: ignore[attr-defined]
@@ -203,6 +205,7 @@ class _Text:
         """
         cut = len(self._held)
         for _ in range(TRIES * self._is_fresh):
+            # such places are inside records and texts, too: what precedes them does not parse
             cut = self._held.rfind("},", self._place, cut)
             if cut < 0:
                 break
@@ -261,6 +264,7 @@ def _read_pieces(raw: BinaryIO) -> Iterator[bytes]:
     raw.seek(0)
     file: Any = gzip.open(raw) if is_packed else raw
     while True:
+        # read1: a read would go on to PIECE bytes, and lose them all where the file is damaged
         piece = file.read1(PIECE)
         if not piece:
             return

@@ -263,6 +263,7 @@ class ProfilerRecords:
 
     def _take_half(self, record: Record, phase: str) -> None:
         """Join a begin and the next end on its track to one record."""
+        # the records of a track are nested, so that an end belongs to the begin before it
         begun = self._open.setdefault(self._number_track(record), [])
         try:
             time = read_time(record.get("ts"))
@@ -312,6 +313,7 @@ class ProfilerRecords:
         # the busy time of an accelerator includes only its kernels
         if meaning.place == DEVICE and not self._on_device:
             self._on_device = True
+            # from the first kernel on the host's operations no longer count, also those before it
             self._rows = [row for row in self._rows if row[PLACE] != HOST or row[KIND] == _WAIT]
             self._parts = [
                 part[(part[:, PLACE] != HOST) | (part[:, KIND] == _WAIT)] for part in self._parts
@@ -321,6 +323,7 @@ class ProfilerRecords:
             return
         peer = meaning.peer
         size = -1
+        # a label may turn out to be a message (`_name_labels`)
         if kind in _MESSAGE_CODES or meaning.place == LABEL:
             kind, peer, size = _read_message(record.get("args"), meaning)
             if self._patterns and meaning.place == LABEL and len(self.labels) < MOST_LABELS:
@@ -343,6 +346,7 @@ class ProfilerRecords:
 
     def _pack(self) -> None:
         if self._rows:
+            # packed: a tuple of Python's integers takes several times the memory of a row
             self._parts.append(np.array(self._rows, np.int64))
             self._rows = []
 
@@ -587,6 +591,7 @@ def _keep_outermost(
         of_track = chosen[places]
         # of two records that begin together the longer one is the outer one
         of_track = of_track[np.lexsort((-of_track[:, END], of_track[:, START]))]
+        # how far any earlier record of the track reaches
         reach = np.maximum.accumulate(of_track[:, END])[:-1]
         later = of_track[1:]
         is_inside = later[:, END] <= reach

@@ -79,6 +79,7 @@ def find_pass(name: str, is_function: bool, patterns: Patterns) -> PassName | No
         if match:
             return _read_user_match(match)
     for pattern in _OWN[is_function]:
+        # whole names: "Forward 3 of my data" is none of a trainer's
         match = pattern.fullmatch(name)
         if match:
             return _read_groups(match.groupdict())

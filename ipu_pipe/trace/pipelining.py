@@ -106,6 +106,7 @@ def find_pipeline(ranks: Sequence[int], records: Sequence[RankRecords]) -> Pipel
         )
         return PipelineEvents(events, None, (NOT_KNOWN,))
     if len(layouts) > 1:
+        # stable: of equal ones the partition into smaller groups stays first
         layouts.sort(key=lambda layout: _count_misfits(layout[0]))
     events, pipelines = layouts[0]
     notes: tuple[str, ...] = (note,)
@@ -360,6 +361,7 @@ def _find_innermost(moments: NDArray[np.int64], ranges: Events) -> NDArray[np.in
 def _find_outer(ranges: Events) -> NDArray[np.intp]:
     """Return for each range the one around it, -1 without one."""
     outer = np.full(len(ranges.start), -1)
+    # a stack of the ranges that are open
     around: list[int] = []
     ends = ranges.end.tolist()
     for index, start in enumerate(ranges.start.tolist()):
@@ -394,6 +396,7 @@ def _find_peers(parts: Sequence[Events]) -> Events:
 def _number_messages(events: Events) -> Events:
     """Return the events of a rank with the order of its messages to each peer as their numbers."""
     is_message = events.is_kind("send", "recv") & (events.peer >= 0)
+    # a kind is a number of one byte
     keys = (events.peer.astype(np.int64) << 8) + events.kind
     number = np.full(len(keys), -1, np.int64)
     number[is_message] = _count_occurrences(keys[is_message])
@@ -418,6 +421,7 @@ def _find_replicas(columns: dict[int, Column]) -> Partition:
         while next_rank.get(chain[-1], -1) in columns and next_rank[chain[-1]] not in chain:
             chain.append(next_rank[chain[-1]])
         replicas.append(tuple(chain))
+    # messages in a ring, or of two ranks to one, do not divide the ranks
     is_partition = sorted(rank for chain in replicas for rank in chain) == sorted(ranks)
     return replicas if is_partition else [tuple(ranks)]
 

@@ -58,6 +58,7 @@ def resolve_peers(events: Events, group: Sequence[int] | None) -> Events:
     """Return a rank's events with the ranks of peers that are recorded as places in the group; with
     -1 where the group is not known.
     """
+    # (events,): peers that are known are taken for place 0 here, and not used
     place = encode_local(np.minimum(events.peer, -2))
     # a place beyond the group is of a larger one, of all ranks
     rank_at = np.arange(max(int(place.max(initial=0)), len(group or ())) + 1)

@@ -63,6 +63,7 @@ def read_trace(path: Path, passes: str | Sequence[str] = (), report: Report = No
         bytes_left = MOST_BYTES
         for file in files:
             traces.append(read_store(file, bytes_left))
+            # the limit is of all ranks' files together
             bytes_left -= sum(column.nbytes for column in traces[-1].events)
         trace = merge_traces(traces)
     else:
@@ -203,6 +204,7 @@ class _Records:
             self.profiler.take(record)
             return
         phase = record.get("ph")
+        # not by records of metadata, which both have
         if self.is_ours is None and phase in ("X", "B"):
             args = record.get("args")
             is_kind = isinstance(record.get("cat"), str) and record["cat"] in ev.KIND_CODE
@@ -503,6 +505,7 @@ def _shift_to_one_clock(
     if known and len(known) < len(bases):
         notes.append("some files have no baseTimeNanoseconds, and are taken to have the others'")
     first_base = next((base for base in bases if base is not None), 0)
+    # Python's integers: nanoseconds since 1970, scaled, need not fit into int64
     shifts = [0 if base is None else base - first_base for base in bases]
     least = []
     most = []

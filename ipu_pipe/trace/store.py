@@ -102,6 +102,7 @@ class TraceWriter:
             self._file.close()
 
     def _write(self, tag: bytes, rows: int, payload: bytes) -> None:
+        # fast rather than small: it is written while the run trains
         packed = zlib.compress(payload, ZLIB_LEVEL)
         with guard_writing(self.path, "the trace"):
             self._file.write(HEAD.pack(tag, rows, len(packed), zlib.crc32(packed)) + packed)
@@ -189,6 +190,7 @@ def _read_blocks(
             if len(packed) < size:
                 notes.append(f"{path}: ends within a block (byte {offset}), which is left out")
                 return
+            # before unpacking: zlib's own errors would not say where
             if zlib.crc32(packed) != checksum:
                 raise BadInput(
                     f"{path}: is damaged: the block at byte {offset} does not have its checksum"

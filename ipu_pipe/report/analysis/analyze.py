@@ -75,6 +75,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "why_modelled": run.why_modelled,
         "span_ns": end - begin,
         "begin_ns": begin,
+        # simulated updates repeat one another, and have no noise
         "noise": None if run.modelled else measure_update_noise(events, run.accumulate),
         "spread": combine_spreads(list(loads.values()), list(spreads_of_devices.values()))
         if spreads_of_devices
@@ -84,6 +85,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "bubble_fraction": None if utilization is None else 1 - utilization,
         "planned_bubble_fraction": run.planned_bubble_fraction,
         "stages": stages,
+        # 0 where all devices compute equally long
         "imbalance": 1 - sum(loads.values()) / len(loads) / max(loads.values())
         if any(loads.values())
         else None,
@@ -93,6 +95,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "staleness": measure_staleness(events, run.accumulate),
         "memory": measure_memory(trace.counters, events, begin),
         "stragglers": stragglers,
+        # one device that stands for all hides the path between them
         "critical_path": None if has_one_device else measure_critical_path(events, trace.metadata),
         "tracepoints": trace.metadata.get("tracepoints", []),
         "notes": [*trace.notes],
@@ -134,6 +137,7 @@ class RunAnalysis(Dict[str, Any]):
         tables = {name: rows for name, rows in self.items() if isinstance(rows, list)}
         tables["critical_path"] = (self["critical_path"] or {}).get("pieces", [])
         for name, rows in tables.items():
+            # sentences, not rows
             if name != "notes":
                 frames[name] = make_frame(rows)
         return frames

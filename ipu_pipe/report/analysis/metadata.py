@@ -14,6 +14,7 @@ from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.text import show
 from ipu_pipe.trace.events import Events
 
+# the analysis has a row for each device, also without an event: a damaged number must not make more
 MOST_DEVICES = 1 << 16
 
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -155,6 +156,7 @@ def _resolve(run: RunMetadata) -> Tuple[Optional[Method], str]:
         devices = run.device_of_stage or [0]
         order = resolve_method(run.method).order
         if order is not None and not order.fixed:
+            # the trace records it as the placement of its stages
             known["stages_per_device"] = len(devices) // len(set(devices))
         return resolve_method(run.method, known), ""
     except BadInput as error:

@@ -59,6 +59,7 @@ def measure_stages(
 def _measure_stage(
     stage: int, events: Events, begin_ns: int, flops: float | None
 ) -> tuple[Row, list[Row]]:
+    # by device, since replicas of a stage compute at the same time
     busy_ns = sum(
         measure_union(events.start[at], events.end[at]) for _, at in group_indices(events.device)
     )
@@ -150,6 +151,7 @@ def measure_update_noise(events: Events, accumulate: int | None) -> float | None
     # a damaged trace may name any number: what is made here grows with the events alone
     _, place = np.unique(update[is_known], return_inverse=True)
     ends = np.full(int(place.max(initial=-1)) + 1, np.iinfo(np.int64).min)
+    # an update ends where its last device does
     np.maximum.at(ends, place, known.end[is_known])
     return measure_noise(np.diff(ends).astype(np.float64))
 
@@ -296,6 +298,7 @@ def _measure_time_until_applied(
 ) -> dict[str, float] | None:
     if not len(update.start):
         return None
+    # of each replica its own update, which is made on its own device
     keys = _make_keys(update.device, update.microbatch)
     order = np.lexsort((update.end, keys))
     keys = keys[order]

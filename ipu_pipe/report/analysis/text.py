@@ -138,6 +138,7 @@ def format_table(
         for place, (name, *column) in enumerate(zip(head, *rows))
         if place < left or {*column} - {"-"}
     ]
+    # with the head
     shown = [*zip(*columns)][: most + 1] if rows else []
     widths = [max(map(len, column)) for column in zip(*shown)]
     lines = []
@@ -202,6 +203,7 @@ def _format_answer(analysis: Analysis) -> list[str]:
     if worst is None:
         return ["no device computes anything"]
     place = _name_bottleneck(worst)
+    # a finding a line
     why = "\n       ".join(worst["why"].split("; "))
     lines = [f"Bottleneck: {place}", f"  why: {why}", f"  do:  {worst['do']}"]
     if busy:
@@ -246,6 +248,7 @@ def _format_path(analysis: Analysis) -> list[str]:
     ]
     best, *others = path["what_if"] or [None]
     rivals = [other["saves_ns"] * (1 + (analysis["spread"] or 0.0)) for other in others[:1]]
+    # not the first of two whose gains are as large within the spread
     if best is not None and (
         analysis["spread"] is None or best["saves_ns"] > max(rivals, default=0)
     ):
@@ -368,6 +371,7 @@ NOT_COMPARED = ("over_time", "microbatches", "longest", "move", "pieces")
 
 def list_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     """Yield every number of an analysis with its path, such as devices[0].busy_ns."""
+    # a bool is an int to isinstance
     if value is None or isinstance(value, (bool, str)):
         return
     if isinstance(value, (int, float)):
@@ -493,6 +497,7 @@ def _compare_times(
         change = (time - other) / other
         difference = f"{change:+.1%}"
         doubts = [doubt for doubt in map(_get_doubt, rows) if doubt is not None]
+        # of a time without one the doubt of the difference is not known
         if len(doubts) == len(rows):
             # errors that are independent add by their squares
             difference += _describe_doubt(rows, abs(change), math.hypot(*doubts))

@@ -121,6 +121,7 @@ def _pack(column: NDArray[Any]) -> dict[str, str]:
         if len(column) and column.dtype.kind in "iu"
         else (0, 0)
     )
+    # wider integers would be read as float64 anyway, the one type of JavaScript's numbers
     fitting = (name for name in _TYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max)
     name = "f8" if column.dtype.kind == "f" else next(fitting, "f8")
     return {
@@ -165,6 +166,7 @@ def _thin_curves(counters: Counters, begin: int) -> list[dict[str, Any]]:
     """
     curves = []
     for name, device, times, values in build_counter_series(counters):
+        # (times,): the parts of a moment together
         total = np.nansum(np.stack([*values.values()]), axis=0)
         chosen = np.arange(len(times))
         if len(times) > MOST_CURVE_POINTS:
@@ -217,6 +219,7 @@ def write_page(
         compared = format_comparison(analysis, other[1])
         analysis = {**analysis, "begin_ns": 0, "comparison": compared}
     embedded = {**embed_trace(trace, analysis), "device_names": names}
+    # Python would write NaN, which no browser parses
     data = json.dumps(replace_nonfinite({"analysis": analysis, "trace": embedded}), allow_nan=False)
     # names of runs are not trusted: nothing within a script's element may begin a tag
     data = data.replace("<", "\\u003c")
