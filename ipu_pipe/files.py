@@ -91,6 +91,7 @@ def atomic_file(file: Path, contents: str = "") -> Iterator[Path]:
     `RunFault`, which may name the `contents`, on any error, including a pipe without a reader.
     """
     with guard_writing(file, contents):
+        # os.replace would put the file in a link's place, and leave its target as it was
         target = Path(os.path.realpath(file))
         # realpath gives up on a link that leads to itself
         if target.is_symlink():

@@ -177,6 +177,7 @@ def _read_profile(file: Path) -> Any:
 
     if not file.is_file():
         raise BadInput(f"{file}: no such profile")
+    # pva comes with Graphcore's SDK alone, so that there is nothing to install
     if importlib.util.find_spec("pva") is None:
         raise BadInput(
             f"{file}: is read by Graphcore's pva, which is not installed: open it with PopVision"

@@ -188,9 +188,11 @@ def _suggest_argument(parser: Parser, words: Sequence[str]) -> str:
     or --set KEY=VALUE.
     """
     name, equals, value = words[0].partition("=")
+    # --name=VALUE, or --name VALUE
     value = value if equals else " ".join(words[1:2]) or "VALUE"
     options = {option[2:]: option for option in parser.list_options() if option.startswith("--")}
     bare = name.lstrip("-")
+    # nothing tells what a stray word was meant for
     if not name.startswith("-") and not equals:
         return ""
     # --config FILE, as other trainers have it
@@ -203,6 +205,7 @@ def _suggest_argument(parser: Parser, words: Sequence[str]) -> str:
         from ipu_pipe.config.schema import Config
 
         key = find_key(bare, Config)
+    # a key that the word says exactly comes before an option that is similar
     near = "" if key or not name.startswith("-") else find_nearest(bare, options)
     if near:
         # VALUE stands for a word that the user has not typed
@@ -282,6 +285,7 @@ def parse_names(text: str) -> Tuple[str, ...]:
     """Convert an argument to different names separated by commas."""
     # a comma at the end names nothing
     names = tuple(filter(None, text.split(",")))
+    # a name may be a run's folder, which two runs must not share
     if not names or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{show(text)}: must be different names, by commas")
     return names

@@ -35,6 +35,7 @@ examples:
 """
 # samples of an update; every microbatch of it is scheduled
 MOST_BATCH = 10**6
+# as datasheets write them: GB are powers of ten, GiB of two
 SIZES = {
     "": 1,
     "k": 10**3,
@@ -50,10 +51,12 @@ SIZES = {
 
 def _parse_size(text: str) -> float:
     """Convert an argument such as "16GB", "900MiB" or "16e9" to bytes."""
+    # [0-9], because \d takes the digits of other scripts, too
     match = re.fullmatch(
         r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)\s*([kMGT]i?)?B?", text.strip()
     )
     size = float(match.group(1)) * SIZES[match.group(2) or ""] if match else 0.0
+    # 0 also stands for text that is no size
     if not 0 < size < 1e18:
         raise argparse.ArgumentTypeError(
             f"{show(text)}: must be a number of bytes, such as 16GB or 900MiB"
@@ -170,6 +173,7 @@ def main(args: argparse.Namespace) -> None:
         args.measure,
     )
     problem, methods, batch, how = make_planning_problem(config, request, args.print_progress)
+    # before the search, whose result would be lost
     _check_tensor_parallel(args.tensor_parallel, problem.hardware.devices, batch)
     plan = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
     _print_plan(args, plan, problem, batch, how)
@@ -287,5 +291,6 @@ def _write_best(args: argparse.Namespace, config: Config, plan: Answer) -> None:
         if facts.uses_processes:
             commands = [processes]
         else:
+            # first: the plan is one of devices, which processes are and the emulator is not
             commands.insert(0, f"{processes} --set backend.name=distributed")
     args.print_progress(f"written: {args.write}: {name_commands(', or '.join(commands))}")

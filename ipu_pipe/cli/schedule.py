@@ -42,6 +42,7 @@ MOST_ORDERED = 30_000
 
 def _parse_slots(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
+    # isdecimal also refuses signs: slots count from 0
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise argparse.ArgumentTypeError(f"{text!r}: must be two slots A:B with A < B")
     if int(last) - int(first) > MOST_SLOTS:
@@ -72,6 +73,7 @@ def _parse_durations(text: str) -> tuple[float, ...]:
 
 
 def _parse_bool(text: str) -> bool:
+    # argparse's type=bool would take any text for true
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r}: must be true or false")
     return text.lower() == "true"

@@ -153,6 +153,7 @@ def _train(args: argparse.Namespace, config: Config, other: Config | None) -> st
     from ipu_pipe.run.train import evaluate_checkpoint, get_starting_config, train
 
     if args.dry_run:
+        # without a folder there is no start to plan from
         if args.out is not None:
             how = {
                 "resume": args.resume,

@@ -88,6 +88,7 @@ def train_against(
             for folder in (same_samples_folder, *folders.values())
         }
     )
+    # the second run's faults, before the first one trains for days
     check(other, same_samples_folder, **starts[same_samples_folder])
     run_on_main(lambda: [check_folder(folder, **starts[folder]) for folder in folders.values()])
     # the first run may take days, after which the second one must still have its folder

@@ -185,15 +185,18 @@ def switch_method(
     # two updates at least, because the first is not timed
     changes: dict[str, Any] = {"steps": max(steps, 2)}
     if name != config.method:
+        # settings of the config's method, such as two stages a device, would refuse this one
         changes.update(choose_method_settings(config, name), method=name)
         method_args = changes["method_args"]
         structure = resolve_method(name).structure
         if structure is not None:
+            # blocks need no batch to fill a pipeline (Laskin et al. 2020, section 6)
             changes["steps"] *= config.gradient_accumulation
             changes["gradient_accumulation"] = 1
             # so that the warm-up is of as many samples
             warmup = config.lr_schedule.warmup_steps * config.gradient_accumulation
             changes["lr_schedule"] = config.lr_schedule.model_copy(update={"warmup_steps": warmup})
+            # the cut that the pipelines have, so that methods differ by nothing else
             if structure.blocks is not None and boundaries:
                 method_args["blocks"] = list(boundaries)
         changes["method_args"] = type(config.method_args).model_validate(method_args)
@@ -209,6 +212,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
 
     Raise `RunFault` if one of them fails, with its message.
     """
+    # under torchrun this process is one of those that train
     if config.backend.facts.emulates or is_distributed():
         return train(config, out, overwrite=overwrite, quiet=True)
     with tempfile.TemporaryDirectory() as folder:

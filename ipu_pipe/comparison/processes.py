@@ -106,6 +106,7 @@ def _share(
             idle.pop().send(number)
         if not running:
             return
+        # whichever ends first, so that no process waits for the result of another
         for connection in wait(list(running)):
             assert isinstance(connection, Connection)
             job = jobs[running.pop(connection)]

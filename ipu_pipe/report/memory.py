@@ -204,6 +204,7 @@ def _count_shared_layer_bytes(job: Job) -> list[int]:
     blocks = get_blocks(job.model)
     if blocks is None or not blocks.overlap:
         return [0] * len(job.partition)
+    # the first stage has none before it
     return [0, *(count_bytes(list(piece.parameters())) for piece in blocks.pieces[:-1])]
 
 

@@ -318,6 +318,7 @@ def write_measured_trace(job: Job, path: Path, measured: Report) -> None:
     counters = measured.counters
     assert events is not None
     begin = int(events.start.min()) if len(events.start) else 0
+    # viewers hold microseconds as floats, which are exact only near 0
     events = events._replace(start=events.start - begin, end=events.end - begin)
     events = events.select(np.argsort(events.start, kind="stable"))
     counters = (

@@ -80,6 +80,7 @@ def read_facts(text: str) -> dict[str, Any]:
             name, grid, sizes, element, tile, memory = layout.groups()
             numbers = math.prod(int(n) for n in f"{grid}x{sizes}".split("x") if n)
             width = _WIDTHS.get(tile or element, 4)
+            # a memref of tiles counts tiles
             layouts[name] = (memory, int(numbers * width * (_TILE if tile else 1)))
         elif line.startswith(_MAIN):
             arguments, _, results = line.partition(") -> (")
@@ -94,6 +95,7 @@ def read_facts(text: str) -> dict[str, Any]:
                 continue
             tensors = measure(line.rpartition("->")[2])
             names = [f"{result}#{i}" for i in range(int(count))] if count else [result]
+            # outputs are counted by themselves
             live.update((n, size) for n, (_, size) in zip(names, tensors) if n not in returned)
             peak = max(peak, sum(live.values()))
             if kind not in _BOOKKEEPING:

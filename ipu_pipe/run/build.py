@@ -178,6 +178,7 @@ def list_stops(config: Config, length: Length, done: int) -> list[int]:
     """Return the updates after which the pipeline drains: evaluations and checkpoints before the
     end, and `done`, after which the run was resumed, possibly with other intervals.
     """
+    # there the pipeline of the earlier start was empty
     marks: set[int] = {done} if 0 < done < length.updates else set()
     for every in (config.evaluate.interval(length.per_epoch), config.checkpoint_every):
         if every:

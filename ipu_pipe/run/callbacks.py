@@ -177,6 +177,7 @@ class Callbacks:
 
     def list_best_steps(self) -> List[int]:
         """List the steps whose checkpoints callbacks want to keep (their attribute `best_step`)."""
+        # an attribute of any callback: the base class need not have it
         steps = (getattr(callback, "best_step", None) for callback in self.callbacks)
         return [step for step in steps if isinstance(step, int)]
 
@@ -227,6 +228,7 @@ class Callbacks:
 def _call(callback: Callback, method: str, *args: Any, where: str = "") -> Any:
     try:
         return getattr(callback, method)(*args)
+    # it comes from the user, not from the callback
     except KeyboardInterrupt:
         raise
     except BaseException as error:

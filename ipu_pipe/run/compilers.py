@@ -335,6 +335,7 @@ def compile_or_read(
     lowered = jax.jit(graph).trace(*shapes).lower(lowering_platforms=platforms)
     # with what reads the compiler's text: a change of that must not find old figures
     key = f"{where.name} {where.versions} {where.description} {lowered.as_text()}"
+    # the key has the whole text of a program, too long for a name
     file = find_cache() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     try:
         return CompiledPass(**json.loads(file.read_text(encoding="utf-8")))

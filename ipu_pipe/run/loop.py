@@ -156,6 +156,7 @@ class TrainingLoop:
                 self.run.close()
         restored = run_on_main(self.callbacks.get_restored_step)
         measured = engine.report()
+        # after the report, for which all ranks meet: the main process writes alone
         engine.disconnect()
         report = run_on_main(lambda: self._write_end(measured, profile, restored))
         if restored is not None:
@@ -325,6 +326,7 @@ class TrainingLoop:
             if self.end < job.updates:
                 start = time.perf_counter()
                 results = flow.drain()
+                # the updates that the drain completes also took its time
                 self.unread_seconds += time.perf_counter() - start
                 self._record(results)
                 self.moment = replace(self.moment, stopped=self.callbacks.stop_reason)

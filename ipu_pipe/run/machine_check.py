@@ -68,6 +68,7 @@ BASE: dict[str, Any] = {
     "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
     "steps": 4,
     "evaluate": {"every": 0},
+    # in the middle, where a row that resumes goes on
     "checkpoint": {"every": 2},
     "log": {"tensorboard": False},
 }
@@ -297,6 +298,7 @@ def _compare(
     ]
     # of torch: Python's own max would pass over what is not a number
     worst = float(torch.stack(differences).max())
+    # NaN is at most nothing, and so different
     verdict = EQUAL if worst <= trial.tolerance else DIFFERENT
     detail = f"{worst:.2g} apart, at most {trial.tolerance:g}"
     return Row(trial.number, where, trial.what, verdict, detail)

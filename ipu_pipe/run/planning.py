@@ -228,6 +228,7 @@ def make_planning_problem(
 ) -> PlanningProblem:
     """Return the planning problem of a config. Raise `BadInput`."""
     wanted_hardware = config.hardware if request.hardware is None else request.hardware
+    # a fault names what the user has written
     key = "hardware" if request.hardware is None else "--hardware"
     devices = request.devices
     if wanted_hardware is None:
@@ -264,6 +265,7 @@ def make_planning_problem(
         config = config.model_copy(
             update={"backend": config.backend.model_copy(update={"threads": machine.threads})}
         )
+    # other methods have no auxiliary heads to be counted
     of_blocks = any(METHODS[name].structure is not None for name in chosen)
     costed, entering, samples, blocks = count_config_units(
         config, is_this if request.measure is None else request.measure, of_blocks

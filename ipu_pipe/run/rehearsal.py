@@ -150,6 +150,7 @@ def _make_small(config: Config) -> Config:
     replicas = min(config.replicas, REPLICAS)
     accumulate = min(config.gradient_accumulation, max(least, 2))
     enough = 2 * UPDATES * samples * accumulate * replicas
+    # a function of the user's need not take these keys
     if not has_own_data:
         keys["data"].update(subset=enough, test_subset=SAMPLES, validation=None)
     keys.update(

@@ -183,6 +183,7 @@ def _iterate_power(
     while done < iterations:
         done += 1
         product = multiply_hessian(v)
+        # the Rayleigh quotient, as v has length 1
         value = _compute_dot(v, product)
         error = sum(float(((h - value * part) ** 2).sum()) for h, part in zip(product, v)) ** 0.5
         residual = error / abs(value) if value else float("inf")
@@ -194,6 +195,7 @@ def _iterate_power(
         # H - shift I has the same eigenvectors, and its greatest eigenvalue is at the positive end
         product = [h - shift * part for h, part in zip(product, v)]
         length = _compute_dot(product, product) ** 0.5
+        # the product is 0: there is no direction in which to go on
         if not length:
             break
         v = [part / length for part in product]

@@ -79,6 +79,7 @@ def write_chrome(
             ).encode()
         )
         separator = "\n"
+        # piece by piece, so that a long trace is never one text in memory
         for record in _format_records(events, counters, metadata):
             file.write((separator + record).encode())
             separator = ",\n"
@@ -265,6 +266,7 @@ def _format_events(
         number = "k" if KINDS[kind] == Kind.UPDATE.word else "microbatch"
         # chrome://tracing reads this; Perfetto colours by name
         colour = '"cname":"grey",' if word == WAIT else ""
+        # of our own words and numbers, which JSON need not escape
         name = make_name(word, microbatch, at, peer)
         more_args = f',"bytes":{size}' if size >= 0 else ""
         more_args += f',"peer":{peer}' if peer >= 0 else ""
@@ -288,6 +290,7 @@ def _format_arrows(events: Events, thread: NDArray[np.int64], arrows: Arrows) ->
         target.end - 1,
     )
     begin = np.maximum(source.start, np.minimum(source.end - 1, end))
+    # an arrow whose ends lie outside of their events would be tied to others
     shown = (begin <= end) & (begin < source.end) & (end >= target.start)
     # (device, thread, time) of both ends
     tails, heads = (

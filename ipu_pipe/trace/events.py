@@ -159,6 +159,7 @@ class Events(NamedTuple):
 
     def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
         """Return a mask of the events of these kinds."""
+        # a table by code: one look-up for each event, however many kinds there are
         is_chosen_code = np.zeros(len(KINDS), bool)
         is_chosen_code[[KIND_CODE[kind] for kind in kinds]] = True
         return is_chosen_code[self.kind]
@@ -193,6 +194,7 @@ class Counters(NamedTuple):
     @classmethod
     def from_rows(cls, counters: Iterable[Counter]) -> "Counters":
         """Return the columns of `counters`."""
+        # zip makes no columns of no counters
         columns = list(zip(*counters)) or [()] * len(cls._fields)
         return cls(
             *(

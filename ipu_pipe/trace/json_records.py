@@ -109,10 +109,12 @@ def _parse_document(text: _Text, keys: dict[str, Any], take: Callable[[Record], 
         if key == "traceEvents" and text.peek() == "[":
             has_records = True
             text.parse_list(take)
+        # Chakra's JSON has its graph there
         elif key == "nodes":
             raise ValueError(CHAKRA)
         else:
             keys[key] = text.parse_value()
+        # a comma before the end is read, too
         if text.peek() != "}":
             text.expect(",")
     text.skip()
@@ -225,6 +227,7 @@ class _Text:
         self._is_fresh = True
         # a value of many pieces is parsed anew whenever the text held has doubled
         missing = len(self._held) + 1
+        # a value without an end would be held to the end of the file
         if len(self._held) >= MOST_VALUE:
             raise _Broken(f"has a value of more than {MOST_VALUE >> 20} MiB")
         parts = [self._held]
@@ -248,6 +251,7 @@ class _Text:
         before = self._bytes // REPORTED
         self._bytes += len(piece)
         if self._report is not None and self._bytes // REPORTED > before:
+            # of the packed bytes: how many there are unpacked is known only at the end
             share = self._raw.tell() / max(self._path.stat().st_size, 1)
             self._report(f"{self._path}: {share:.0%} read, {format_bytes(self._bytes)} of JSON")
         if self._bytes > self._most_bytes:
@@ -272,6 +276,7 @@ def _read_pieces(raw: BinaryIO) -> Iterator[bytes]:
 
 
 def _parse_number(text: str) -> float:
+    # nearly all numbers are short, and float alone is several times as fast
     return _parse_text(text) if text.find(".") > MOST_DIGITS else float(text)
 
 
@@ -305,6 +310,7 @@ def read_time(value: Any) -> int:
     """
     if isinstance(value, str):
         value = _parse_text(value)
+    # by type: True is no time; a comparison with NaN is false
     if type(value) is LongNumber and -MOST_US < value < MOST_US:
         return value.thousandfold
     if type(value) is float and -MOST_US < value < MOST_US:

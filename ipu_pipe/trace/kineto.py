@@ -237,6 +237,7 @@ class ProfilerRecords:
         self._count[category] += 1
         key = "name"
         try:
+            # without a name it is as damaged as without a time
             record[key]
             key = "ts"
             start = read_time(record[key])
@@ -368,6 +369,7 @@ class ProfilerRecords:
             # a call has calls inside, as c10d::send has record_param_comms
             rows, _ = _keep_outermost(rows, rows[:, IS_CALL] > 0)
             rows = _name_labels(rows)
+            # one damaged duration of 10 s would make a device busy all of the time
             self._left_out["all", "run over the next"] = _cut_kernels(rows)
             is_compute = (rows[:, PLACE] <= HOST) & (rows[:, KIND] == _COMPUTE)
             rows, self._left_out["all", "clipped"] = _keep_outermost(rows, is_compute)
@@ -375,6 +377,7 @@ class ProfilerRecords:
         is_range = rows[:, PLACE] >= DEVICE_RANGE
         on_device = self._on_device
         rows, has_launches = self._add_launches(rows)
+        # the accelerator's own ranges, unless its launches tell in which of the host's they are
         place = DEVICE_RANGE if on_device and not has_launches else HOST_RANGE
         is_range_of_place = rows[:, PLACE] == place
         if len(rows) and not is_range.all() and not on_device:
@@ -492,6 +495,7 @@ def _read_message(args: Any, meaning: Meaning) -> tuple[int, int, int]:
             peer = int(str(args[key])[:6])
     elements = args.get("In msg nelems") or args.get("Out msg nelems")
     width = _TYPE_BYTES.get(str(args.get("dtype", "")).lower())
+    # a damaged number must fit into int64
     if isinstance(elements, int) and width and 0 <= elements < 1 << 50:
         size = elements * width
     if size < 0:

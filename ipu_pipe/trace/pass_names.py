@@ -88,6 +88,7 @@ def find_pass(name: str, is_function: bool, patterns: Patterns) -> PassName | No
 
 def _read_groups(groups: dict[str, Any]) -> PassName:
     kind, carries = KINDS[groups["kind"].lower()]
+    # None of a group that the pattern lacks, or that took no part in the match
     numbers = (int(groups.get(name) or -1) for name in GROUPS[1:])
     return PassName(kind, carries, *numbers)
 

@@ -165,6 +165,7 @@ class _PacketWriter:
 
     def _annotate(self, argument: tuple[str, int | str]) -> bytes:
         """Return the encoded argument of a slice."""
+        # slices repeat their arguments, of which each is encoded once
         encoded = self._annotations.get(argument)
         if encoded is None:
             name, value = argument
@@ -185,6 +186,7 @@ class _PacketWriter:
             yield self._describe(uuid, name=name, parent=parent, counter=unit)
             for time, value in zip(series.times.tolist(), column.tolist()):
                 if math.isfinite(value):
+                    # a float: `encode` writes an int as a varint, which this field is not
                     event = encode(EVENT, type=COUNTER, track=uuid, value=float(value))
                     yield self._make_packet(time, event)
 

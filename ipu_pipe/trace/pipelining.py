@@ -222,6 +222,7 @@ def _join_calls(rank: int, records: RankRecords) -> Column:
             column[messages[posts]] = np.where(
                 unknown, column[call[posts]], column[messages[posts]]
             )
+        # from now on the message stands for its call
         is_kept[joined] = False
     order = np.flatnonzero(is_kept)
     order = order[np.argsort(events.start[order], kind="stable")]

@@ -50,6 +50,7 @@ def _read_groups(keys: dict[str, Any]) -> Iterator[tuple[int, ...]]:
     for group in listed if isinstance(listed, list) else ():
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if isinstance(ranks, list) and len(ranks) > 1:
+            # by type: True is no rank
             if all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in ranks):
                 yield tuple(ranks)
 

@@ -136,6 +136,7 @@ def _read_json_files(files: Sequence[Path], patterns: Patterns, report: Report) 
     """Read one or several files of ours, or PyTorch's profiler's, one per rank."""
     ours: list[Trace] = []
     profiled: list[RankRecords] = []
+    # without patterns of the user's none is expected to match
     names_passes = not patterns
     labels: set[str] = set()
     for path in files:
@@ -363,6 +364,7 @@ def merge_profiler_files(files: Sequence[RankRecords]) -> Trace:
     _compare_spans(files)
     pipeline = find_pipeline(ranks, files)
     notes += pipeline.notes
+    # else a rank that waits for another one's compute would be told to send less
     events, why_no_waits = _tell_waits(pipeline.events, ranks, files)
     if why_no_waits is None:
         events = split_collectives(events, pipeline.replicas)

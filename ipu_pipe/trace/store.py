@@ -145,6 +145,7 @@ def read_store(path: Path, most_bytes: int = 1 << 62) -> Trace:
     # a `BadInput` is a ValueError, and names the file already
     except BadInput:
         raise
+    # an IndexError, for example, of a counter whose code has no name
     except (ValueError, struct.error, TypeError, IndexError, RecursionError, zlib.error) as error:
         raise BadInput(f"{path}: cannot be read as a trace: {error}") from None
     check_trace(path, trace.events, trace.counters, metadata)

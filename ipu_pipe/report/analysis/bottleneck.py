@@ -92,12 +92,15 @@ def find_bottleneck(
     cause = _find_time_outside(analysis, slowest)
     if cause is None and analysis["devices"][0].get("covers"):
         return None
+    # in the order of the table above
     cause = cause or _find_slow_data(analysis, busy[slowest])
     cause = cause or _find_slow_host(analysis, busy[slowest])
+    # no cause of its own: it is added to one that it may explain
     starved = _describe_starved(analysis, loads.get(slowest, 0.0), run)
     cause = cause or _find_slow_link(analysis, loads, slowest)
     cause = cause or _find_communication(analysis, slowest, run)
     spreads = measure_device_spreads(analysis["stages"])
+    # without the spread, traces of one unchanged pipeline name now one stage, now another
     longest = find_longest(by_device, spreads)
     if cause is None and len(longest) > 1:
         cause, longest_stages = _describe_equals(analysis, longest, spreads, by_device, move, run)

@@ -116,6 +116,7 @@ def find_critical_path(events: Events) -> list[PathPiece]:
         path.append(PathPiece(index, device, device, start, moment))
         moment = start
         passed = set()
+    # it was walked from the end
     return path[::-1]
 
 
@@ -264,6 +265,7 @@ def _play(events: Events, metadata: dict[str, Any], keys: Sequence[int]) -> NDAr
     key.
     """
     took = (events.end - events.start).astype(np.float64)
+    # (n, 1 + keys): column 0 is played as it was
     durations = np.repeat(took[:, None], 1 + len(keys), axis=1)
     key = events.stage.astype(np.int64) * len(KINDS) + events.kind
     for column, chosen in enumerate(keys, 1):

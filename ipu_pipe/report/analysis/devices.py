@@ -76,11 +76,13 @@ def _measure_device(
     group = _GROUP_OF_KIND[events.kind]
     count = len(events.start)
     is_pass = group == 0
+    # a device that computes nothing has no ramps
     first, last = find_span(events.select(is_pass)) if is_pass.any() else span
     # first and last are edges, too, so that no piece reaches across them
     edges, place = np.unique(
         np.concatenate([events.start, events.end, [first, last]]), return_inverse=True
     )
+    # (pieces,)
     lengths = np.diff(edges)
 
     def find_pieces(chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -123,6 +125,7 @@ def _measure_device(
         "ramp_down_ns": span[1] - last,
         "idle_ns": idle_ns,
         "data_ns": measure(for_data & ~worked),
+        # texts, as JSON's keys are
         "waits_for": {str(who) if who >= 0 else "unknown": ns for who, ns in waits_for.items()},
         "idle_in": idle_in,
         "outside_ns": outside_ns,
@@ -199,6 +202,7 @@ def _measure_device_memory(
     # the sum of all changes at the same time
     is_last = np.append(counters.time[1:] != counters.time[:-1], True)
     times = counters.time[is_last]
+    # the changes are floats, bytes are whole
     total = np.rint(np.cumsum(change)[is_last]).astype(np.int64)
     peak = int(total.argmax())
     at = int(times[peak])

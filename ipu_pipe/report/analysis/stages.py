@@ -50,6 +50,7 @@ def measure_stages(
         rows.append(row)
         stragglers += of_stage
     times = [row["busy_ns_per_microbatch"] for row in rows]
+    # one that is not known may be the longest
     longest = None if None in times else max(times, default=None)
     for row, time in zip(rows, times):
         row["of_greatest"] = time / longest if time is not None and longest else None
@@ -74,6 +75,7 @@ def _measure_stage(
         of_kind = passes.select(places)
         durations = times[places]
         medians[kind], counts[kind] = float(np.median(durations)), len(durations)
+        # the FLOPs are those of passes alone
         passes_ns += 0.0 if kind == _UPDATE else float(durations.sum(dtype=np.float64))
         # in other tools' traces one kind contains events of all sizes
         if medians[kind] and kind != UNSPECIFIED:
