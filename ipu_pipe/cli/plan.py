@@ -260,6 +260,7 @@ def _choose_written_plan(
         return plan
     # a method that reads stale weights changes the numbers, so the user must choose it
     flushing_methods = [name for name in methods if METHODS[name].flushes]
+    # 1: only the best one is written
     flushing = make_plan(problem, flushing_methods, plan.devices, batch, 1)
     if not flushing.plans:
         raise BadInput(

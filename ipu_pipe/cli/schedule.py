@@ -227,6 +227,7 @@ def main(args: argparse.Namespace) -> None:
             f"method: {method.name}: has no timeline: its stages, microbatches and delays are drawn "
             "at random (with order: schedule and delays: schedule it equals pipedream)"
         )
+    # else a pass takes a slot, and there are no other times
     is_timed = method.order is not None or any(
         value is not None
         for value in (args.durations, args.link, args.stages_per_device, args.work)

@@ -253,6 +253,7 @@ def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
     slots = [0.0, *job.play_updates(None, job.drains, steps).tolist()]
     # a run of an earlier version has no such key
     diverged_after = summary.get("diverged_after")
+    # those without a test loss are of training
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [
         (slots[line["step"]], line["test_loss"], line["test_accuracy"])

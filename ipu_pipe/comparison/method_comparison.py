@@ -74,6 +74,7 @@ def compare_methods(
         name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))]
         for name in methods
     }
+    # all folders first: the last method's must not be refused after hours of the others
     run_on_main(
         lambda: [
             check_folder(folder, False, overwrite) for folder in itertools.chain(*folders.values())
@@ -242,6 +243,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
         ]
         # the processes get the same import path and one core each
         path = os.pathsep.join(map(os.path.abspath, sys.path))
+        # the user's own number of threads wins, the path does not
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
         finished = subprocess.run(
             command,

@@ -93,6 +93,7 @@ def is_entry(value: Any, within: str) -> bool:
     """
     if not isinstance(value, str):
         return False
+    # one name of the module: a further dot would lead into another one
     return ":" in value or (value.startswith(within) and value[len(within) :].isidentifier())
 
 
@@ -102,6 +103,7 @@ def is_by_stage(values: Any) -> bool:
         return isinstance(values, list) and bool(values)
     if not {"from", "to"} <= set(values) <= {"from", "to", "over"}:
         return False
+    # each end may have several numbers, as betas do
     first, last = (
         end if isinstance(end, list) else [end] for end in (values["from"], values["to"])
     )
@@ -130,6 +132,7 @@ class DataConfig(Section):
     samples, drawn by the seed, that are held out for evaluations.
     """
 
+    # the arguments of a data set, which other sections refuse as unknown keys
     model_config = ConfigDict(extra="allow")
 
     name: str
@@ -179,6 +182,7 @@ class OptimizerSettings(Section):
     @field_validator("name", mode="before")
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
+        # no optimizers of torch's: a run writes the first, `_name_groups` the second
         if value in (GIVEN, GROUPS):
             return value
         return validate_name(value, tuple(SETTINGS), OPTIMIZERS, OPTIMIZER_CLASSES)
@@ -227,6 +231,7 @@ class OptimizerGroup(OptimizerSettings):
     ndim: Optional[Whole] = None
 
     def list_cases(self) -> Iterator[Case]:
+        # first: the checks of other settings do not look at such names
         is_optimizer = self.name not in (GIVEN, GROUPS)
         yield Case(not is_optimizer, "name", "must be the name of an optimizer")
         yield from super().list_cases()
@@ -459,6 +464,7 @@ class TraceConfig(Section):
 
     def updates(self, accumulate: int) -> range:
         """Return the traced updates, for `accumulate` microbatches per update."""
+        # at least one update, however many microbatches it has
         end = (
             self.begin + max(TRACED // accumulate, 1) * self.every if self.end is None else self.end
         )
@@ -478,6 +484,7 @@ class LogConfig(Section):
     @field_validator("trace", mode="before")
     @classmethod
     def _convert_bool(cls, value: Any) -> Any:
+        # `trace: true` means the section's defaults
         if isinstance(value, bool):
             return {} if value else None
         return value
@@ -601,6 +608,7 @@ class Hogwild(Section):
         Union[None, NotNegative, NonEmpty[NotNegative]],
         say_allowed(f"{NONE}, a number >= 0, or a list of such, one per stage"),
     ] = None
+    # an exponential draw has no bound of its own, and each delay keeps a version
     max: Delayed
 
 

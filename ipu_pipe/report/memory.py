@@ -144,6 +144,7 @@ def build_memory_table(
             frozen=frozen + frozen_copies,
             gradients=trained[s] + shared[s] + tied,
             optimizer=(moments[s] + max_moments * shared[s]) * copies_of_state + masters[s],
+            # what rules keep, the average of `ema`, and an outer optimizer's weights and velocity
             accumulators=(
                 len(job.rules.list_entries(s)) + (job.rules.decay is not None) + copies_of_outer
             )

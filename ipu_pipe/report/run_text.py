@@ -330,6 +330,7 @@ def format_closing(
 
 def _format_tests(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
     """Format the test loss and the known metrics, before and after training."""
+    # of the last evaluation: metrics may have come after the run's first start
     names = [name for name in last if name.startswith("test_") and name != "test_loss"]
     # accuracy is in the record also where it is not asked for
     known = [(name, 3) for name in names if first.get(name) is not None or last[name] is not None]
@@ -349,8 +350,10 @@ def format_busy(report: Mapping[str, Any]) -> str:
     """Format the share of the devices' time in passes and updates, from a summary, each figure with
     its origin.
     """
+    # a summary of an earlier version has none
     spread = report.get("modelled_spread")
     repeat = "" if spread is None else f", which repeat within {spread:.1%}"
+    # in the order of trust: what devices showed, what was simulated, what was only planned
     origins = {
         "utilization": "measured on the devices",
         "modelled_utilization": f"modelled (the schedule with the stages' measured passes{repeat})",

@@ -63,6 +63,7 @@ def summarize(
             "global_batch_size": job.global_batch_size,
         },
         "optimizer": job.used.optimizer.model_dump() if job.used.optimizer else None,
+        # groups are those of an optimizer's parameters
         "loss": job.used.loss.model_dump(exclude={"groups"}) if job.used.loss else None,
         "steps": position.update,
         "planned_steps": job.updates,
@@ -216,6 +217,7 @@ def plan_shared_links(job: Job) -> list[dict[str, int]]:
     blocks = get_blocks(job.model)
     rows = []
     messages = job.schedule.update_count
+    # the next stage's device holds a copy of each piece but the last
     for s, piece in enumerate(blocks.pieces[:-1] if blocks is not None and blocks.overlap else ()):
         size = messages * sum(
             p.numel() * p.element_size() for p in piece.parameters() if p.requires_grad
@@ -230,6 +232,7 @@ def plan_shared_links(job: Job) -> list[dict[str, int]]:
 def _build_link(
     link: tuple[int, int], size: int, messages: int, microbatches: int
 ) -> dict[str, int]:
+    # since the last resumption there may be none
     share = size // max(microbatches, 1)
     return {
         "src": link[0],

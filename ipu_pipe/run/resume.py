@@ -171,6 +171,7 @@ def _compare_keys(job: PlannedJob, manifest: Mapping[str, Any], path: Path) -> l
     ]
     step = manifest["step"]
     updates = manifest["updates"]
+    # a folder of another name would be resumed at another update
     if path.name != f"step-{step}":
         faults.append(f"step: the checkpoint is of step {step}: rename the folder")
     if manifest["position"]["update"] != step:

@@ -315,6 +315,7 @@ def analyze_job(
     raise_faults(list_inapplicable(job))
     forward_lags = job.table.greatest_lag().tolist()
     backward_lags = job.table.greatest_backward_lag().tolist()
+    # passes that read the same weights have none
     has_discrepancy = forward_lags != backward_lags
     measured = (
         _measure(job, samples, iterations, seed, has_discrepancy, by_stage)

@@ -105,6 +105,7 @@ def train(
         )
     out = parse_folder(out)
     if model is not None:
+        # an open pipeline would go on with weights that this run trains
         OptimizerHandle.require_unshared(model)
     # before anything asks which rank this is
     launch(
@@ -117,6 +118,7 @@ def train(
     with attribute_faults(lambda: "before training"):
         # before the folder is taken, which a fault in them must leave as it is
         run_callbacks = make_callbacks(config, callbacks)
+    # config.yaml must say what Python gave, and not name an optimizer that was not used
     config = objects.describe_in(config)
     say = Progress(quiet or not is_main()).say
     attempt = read_launch().attempt
@@ -305,6 +307,7 @@ def _find_start(
     done = choose_step(out / "checkpoints", step)
     # a finished run goes on if it is to be longer, or from an older checkpoint
     ended = read_summary(out) if step is None and not changes.longer else None
+    # a finished run continues with nothing
     for change in changes.free if ended is None else ():
         say(f"the run continues with another {change}")
     return _Start(config, done, ended, True)

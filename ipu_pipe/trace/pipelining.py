@@ -82,6 +82,7 @@ def find_pipeline(ranks: Sequence[int], records: Sequence[RankRecords]) -> Pipel
     ranges = [of_rank.ranges for of_rank in records]
     partitions = list_partitions(ranks, records)
     if any(r.is_kind(*PASSES).any() for r in ranges):
+        # 0 where no name says a microbatch
         count = 1 + max(int(r.microbatch.max(initial=-1)) for r in ranges)
         for rank, of_rank in zip(ranks, records):
             if len(of_rank.ranges.start):
@@ -332,6 +333,7 @@ def _count_occurrences(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _make_keys(ranges: Events) -> NDArray[np.int64]:
     """Return a number for each range, equal for equal passes or messages."""
+    # + 1, because a stage that is not named is -1
     keys = ((ranges.stage + 1).astype(np.int64) << 40) + (ranges.kind.astype(np.int64) << 32)
     return keys + (ranges.carries.astype(np.int64) << 37) + ranges.microbatch.astype(np.int64)
 

@@ -80,8 +80,10 @@ def merge_traces(traces: Sequence[Trace]) -> Trace:
     """
     if len(traces) == 1:
         return traces[0]
+    # reversed, so that the first trace's values are written last
     metadata = {key: value for trace in reversed(traces) for key, value in trace.metadata.items()}
     if any(trace.metadata.get("modelled") for trace in traces):
+        # a simulated time must not pass for a measured one
         metadata["modelled"] = True
     events, counters, _, notes = zip(*traces)
     return Trace(
@@ -97,6 +99,7 @@ def _find_files(path: Path) -> list[Path]:
         if not path.exists():
             raise BadInput(f"{path}: no such run or trace: must be a run's folder or a trace file")
         return [path]
+    # a run's folder, or one that holds its traces
     ours = find_store_files(path) or sorted(path.glob(f"*{SUFFIX}"))
     if ours or (path / CHROME).is_file():
         return ours or [path / CHROME]
@@ -249,6 +252,7 @@ class _Records:
             (time,) = _build_times([record["ts"]]).tolist()
             (device,) = _build_integers([record["pid"]], np.int32).tolist()
             for name, value in record["args"].items():
+                # memory has its categories in one record, any other counter a `value`
                 name = str(record["name"] if name == "value" else name)
                 self._counters.append(
                     Counter(device, name, time, float("nan" if value is None else value))
@@ -287,6 +291,7 @@ class _Records:
                         _build_integers([value], ev.EVENT_TYPES[name])
                 except (ValueError, OverflowError) as error:
                     self._reject(row, f"{keys.get(name, name)}: {show(value)}: {error}")
+        # every row is right by itself
         self._reject(0, "must have numbers of one type")
 
     def build_trace(self, keys: dict[str, Any]) -> Trace:
@@ -437,6 +442,7 @@ def _number_devices(
     numbered = []
     for of_rank in files:
         peer = of_rank.events.peer
+        # a peer is named by its rank, for which its first device stands
         peer = np.where(peer >= 0, count * peer, peer).astype(np.int32)
         numbered.append(of_rank._replace(events=of_rank.events._replace(peer=peer)))
     return numbered, [count * rank + f.device for rank, f in zip(ranks, files)]
@@ -477,6 +483,7 @@ def _compare_spans(files: Sequence[RankRecords]) -> None:
             end = int(of_rank.events.end.max())
             host = str(of_rank.keys.get("host_name", ""))
             hosts.setdefault(host, []).append((begin, end, of_rank.path))
+    # by host: clocks of different hosts may be apart without harm
     for spans in hosts.values():
         first = min(spans, key=lambda span: span[1])
         last = max(spans)
@@ -560,5 +567,6 @@ def _tell_waits(
         moved = shift[events.device]
         events = events._replace(start=events.start + moved, end=events.end + moved)
     why = f"{matches.unmatched} of the sends and receives have no other end in the trace"
+    # the host's records of a message end with its call to wait
     ends_late = not any(of_rank.on_device for of_rank in files)
     return split_waits(events, matches, ends_late), why if matches.unmatched else None

@@ -227,6 +227,7 @@ def _map_codes(events: Events, metadata: dict[str, Any]) -> Events:
 def _shift_times(trace: Trace, clock: Sequence[tuple[int, int]]) -> Trace:
     """Return a trace by the first rank's clock, from readings (local time, offset): the offset is
     interpolated between two readings and constant before the first and after the last."""
+    # sorted, as np.interp needs rising times
     local, offset = np.array(sorted(clock), np.int64).T
 
     def shift(times: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -401,6 +401,7 @@ def _advise(
             "train a few updates with the new boundary to confirm it)"
         )
     host_ns = analysis["devices"][0]["idle_in"][HOST]
+    # before advice on balance: a rank that is not in the trace may be the slow one
     if run.ranks is not None and run.ranks > len(analysis["devices"]):
         return f"give the traces of all {run.ranks} ranks: some do not tell who waits for whom"
     if len(analysis["devices"]) == 1 and 2 * host_ns > analysis["span_ns"]:
@@ -532,6 +533,7 @@ def find_best_move(run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]
     play = _make_player(run, stages, links)
     try:
         time_now = play(forward, backward)
+        # no cut does better: the same work, and no stage that is longer than another
         time_if_even = play(
             np.full(len(stages), forward.mean()),
             np.full(len(stages), backward.mean()),

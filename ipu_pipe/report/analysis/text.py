@@ -195,6 +195,7 @@ def _format_head(analysis: Analysis) -> list[str]:
 def _format_answer(analysis: Analysis) -> list[str]:
     worst = analysis["bottleneck"]
     busy = describe_busy(analysis)
+    # one device that stands for all computes, and does not tell which of them is slow
     if worst is None and any(device["busy_ns"] for device in analysis["devices"]):
         return [
             "Bottleneck: not known (see the note below)",
@@ -262,6 +263,7 @@ def _format_path(analysis: Analysis) -> list[str]:
 def _format_devices(analysis: Analysis) -> list[str]:
     span = analysis["span_ns"]
     rows = []
+    # of one stage a device the column would only repeat `busy`
     shared = any(len(d["stages"]) > 1 for d in analysis["devices"])
     for d in analysis["devices"]:
         waits = sorted(d["waits_for"].items(), key=lambda item: -item[1])
@@ -378,6 +380,7 @@ def list_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, value
     elif isinstance(value, dict):
         for key, inner in value.items():
+            # by type: a stage's `microbatches` is a number, a device's at its peak a list
             skipped = key in NOT_COMPARED and isinstance(inner, (list, dict))
             # it is in the name of the row already
             identifies = key in IDENTIFYING and name.endswith("]")
@@ -450,8 +453,10 @@ def format_comparison(
         max((row["peak_bytes"] for row in figures["memory"]), default=None)
         for figures in (analysis, other)
     ]
+    # a peak of 0 has no share
     change = f"{peaks[0] / peaks[1] - 1:+.1%}" if peaks[0] is not None and peaks[1] else "-"
     rows.append(["greatest memory peak", *map(_format_size, peaks), change])
+    # without rows that neither trace knows
     rows = [row for row in rows if {*row[1:]} - {"-", ""}]
     lines += format_table(("", "this", "other", "this - other"), rows, left=1)
     return escape_lines("\n".join(lines))
