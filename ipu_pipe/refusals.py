@@ -83,6 +83,7 @@ class Argument(NamedTuple):
         key = _rename(self.argument, KEYS)
         if self.value is None:
             words = Words(self.argument, key)
+        # a pair in Python, a section of two keys in a config
         elif self.argument == "clip":
             norm, scope = self.value
             section = f"clip: {{scope: {scope}, norm: {norm:g}}}"

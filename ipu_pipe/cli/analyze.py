@@ -151,6 +151,7 @@ def _list_different_settings(run: Path, other: Path) -> list[str] | None:
     files = [folder / "config.yaml" for folder in (run, other)]
     if not all(file.is_file() for file in files):
         return None
+    # as YAML: a `Config` would refuse the keys of a run of another version
     configs = [flatten(read_yaml(file)) for file in files]
     return [
         f"{key}: {show_in_config(value)} | {show_in_config(other_value)}"

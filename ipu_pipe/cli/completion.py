@@ -36,6 +36,7 @@ def main(args: argparse.Namespace) -> None:
         )
     import shtab
 
+    # an older shtab knows fewer shells
     if args.shell not in shtab.SUPPORTED_SHELLS:
         known = ", ".join(shtab.SUPPORTED_SHELLS)
         raise BadInput(

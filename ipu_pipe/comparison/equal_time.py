@@ -128,6 +128,7 @@ def match_samples(config: Config, other: Config) -> Config:
     """Return the other config with as many updates as take the samples of `config`'s: some methods
     have batches of their own.
     """
+    # epochs are as many samples for both
     if config.steps is None:
         return other
     size, other_size = (build_for_planning(one).global_batch_size for one in (config, other))

@@ -66,6 +66,7 @@ class KeptTrainings:
         file = self._name_file(row, rate, seed)
         with _name_damage(file):
             record = _read(file)
+            # the caller may have given the label to another method since
             if record["arguments"] != convert_to_json(row.arguments):
                 why = f"{row.label} had other arguments: use another label or folder"
                 raise BadInput(f"out: {file}: {why}")

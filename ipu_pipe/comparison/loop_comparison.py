@@ -128,6 +128,7 @@ class LoopComparison:
 
     def _write_methods(self) -> str:
         metrics = [_describe_metrics(row) for row in self.running]
+        # a metric that one method alone has is a column, too
         names = list(dict.fromkeys(name for values in metrics for name in values))
         cells = [
             [*_describe_row(row), *(values.get(name, "-") for name in names)]

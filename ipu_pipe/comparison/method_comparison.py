@@ -281,6 +281,7 @@ def _describe_throughput(
     """
 
     def compute_median(key: str, runs: Sequence[Mapping[str, Any]] = runs) -> float | None:
+        # the emulator measures no busy share, and processes model none
         values = [run[key] for run in runs if run.get(key) is not None]
         return statistics.median(values) if values else None
 
@@ -371,6 +372,7 @@ def _describe_communication(job: Job, run: Mapping[str, Any] | None) -> dict[str
     for link in itertools.chain(*links.values()):
         devices[job.placement[link["dst"]]]["received_bytes"] += link["bytes_per_microbatch"]
         devices[job.placement[link["src"]]]["transmitted_bytes"] += link["bytes_per_microbatch"]
+    # only methods with local losses have any
     if not links["shared_layer_links"]:
         del links["shared_layer_links"]
     return {**links, "devices": list(devices.values())}

@@ -115,6 +115,7 @@ class BackendConfig(Section):
             f"belongs to {Argument('backend')} poptorch, not {self.name}: "
             f"{Words('leave it out', 'set backend.ipu=null')}"
         )
+        # "given": the whole section would hide the reason
         yield Case(self.ipu is not None and self.name != "poptorch", "ipu", why, "given")
         why = f"belongs to {Argument('backend')} xla, not {self.name}: leave it out"
         is_other = not self.facts.counts_devices

@@ -73,6 +73,7 @@ def _build_device_memory(
         and job.method.segments is None
         and len(set(job.placement)) < len(table)
     ):
+        # a whole backward frees all that its forward keeps
         share = 1.0 if order is None else order.weight_share
         peaks = job.schedule.peak_activations(share, job.footprint.saved_bytes, job.placement)
     else:

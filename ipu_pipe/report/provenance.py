@@ -76,6 +76,7 @@ def find_commit(folder: Path) -> dict[str, Any] | None:
     """
     questions = ("--show-toplevel", "HEAD", "--git-path", "objects", "--git-path", "index")
     try:
+        # rev-parse runs no program that the repository names
         repository, commit, objects, index = _ask_git(folder, "rev-parse", *questions).splitlines()
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

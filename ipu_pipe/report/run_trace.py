@@ -189,6 +189,7 @@ def _find_inputs(played: _PlayedSchedule, kind: Kind, s: int) -> IntArray:
     """
     devices = played.device_of_stage
     inputs = np.full((3, played.start[kind].shape[1]), -1, np.int64)
+    # its gradients are of its own stage's backwards
     if kind is Kind.UPDATE:
         return inputs
     for need in get_pass_needs(kind, local=not played.gradients_cross):

@@ -142,6 +142,7 @@ def _record_blocks(
     last), and the traffic of gradients of shared layers, which `links` does not contain."""
     if job.method.structure is None:
         return {}
+    # stages that do not train have no head, and come first
     first = len(job.partition) - len(tested)
     blocks = [{"index": first + i, **result.to_record()} for i, result in enumerate(tested)]
     shared = (

@@ -214,6 +214,7 @@ def format_stages(job: Job, where: Topology, stages: Sequence[CompiledStage]) ->
 def _judge(device: int, job: Job, where: Topology, stages: Sequence[CompiledStage]) -> str:
     """Return the line that says whether the stages of a device fit in its memory."""
     here = [stage for s, stage in enumerate(stages) if job.placement[s] == device]
+    # the bytes of such a pass are not known, and a sum without them might seem to fit
     if any(one.fault for stage in here for one in stage.passes.values()):
         return f"device {device}: does not fit: a pass does not compile"
     total = sum(stage.needed for stage in here)

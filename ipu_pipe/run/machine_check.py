@@ -340,6 +340,7 @@ def check_machine(say: Callable[[str], None] = lambda text: None) -> dict[str, A
     machine = describe_machine()
     rows = []
     for row in _run_all(machine):
+        # at once: all rows together take minutes
         say(f"{row.number} {row.what}: {row.verdict} ({row.detail})")
         rows.append(row)
     counts = {v: sum(row.verdict == v for row in rows) for v in (EQUAL, DIFFERENT, NOT_RUN)}
@@ -447,6 +448,7 @@ def _train_sharded(config: Config, file: Path) -> None:
         prepare_stage=lambda stage, index: fully_shard(stage, mesh=mesh["data"]),
     ) as pipe:
         for k in range(config.steps or 0):
+            # replicas take turns in the data, as in a run of a config
             numbers = [(k * count + i) * PROCESSES + pipe.replica for i in range(count)]
             pipe.step(
                 microbatches=[data.train_batch(0, m, config.micro_batch_size) for m in numbers]

@@ -71,6 +71,7 @@ class Bar:
                 if value is not None
             ]
             self._tested = f", {split} loss {result.loss:.3f}{''.join(metrics)}"
+        # the line of the evaluation is that of the epoch's end, too
         self._ends_epoch = False
         self._update(True)
 

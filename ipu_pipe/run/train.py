@@ -220,6 +220,7 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     """Raise `BadInput` if `train` would for the config and the folder, without training or writing
     anything.
     """
+    # as in `train`: what follows asks which rank this is
     launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
     start = run_on_main(
         lambda: _find_start(config, Overrides(), out, resume, None, overwrite, lambda text: None)

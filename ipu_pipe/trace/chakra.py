@@ -86,6 +86,7 @@ def write_chakra(path: Path, trace: Trace) -> list[Path]:
         paths.append(path.with_suffix(f".{device}{path.suffix}"))
         with atomic_file(paths[-1], "the trace") as temporary, temporary.open("wb") as file:
             for message in (encode({"version": 1}, version=VERSION), *_encode_nodes(nodes, graph)):
+                # a protobuf message has no end of its own, so its length precedes it
                 file.write(encode_integer(len(message)) + message)
     return paths
 
@@ -215,6 +216,7 @@ class _Graph:
             events.start[passes],
         )
         makers[sends] = np.append(passes, -1)[matched]
+        # weights and norms are of no pass
         for send in sends[matched < 0].tolist():
             places = self._ordered[int(events.device[send])]
             before = np.searchsorted(events.start[places], events.start[send], side="right") - 1

@@ -100,6 +100,7 @@ def _read_user_match(match: re.Match[str]) -> PassName:
         raise BadInput(f"{where} kind {show(groups['kind'])}: must be one of {', '.join(KINDS)}")
     for name in GROUPS[1:]:
         text = groups.get(name)
+        # six digits, as in our own patterns: the columns are of int32
         if text and not re.fullmatch("[0-9]{1,6}", text):
             raise BadInput(f"{where} {name} {show(text)}: must be a number of up to six digits")
     return _read_groups(groups)

@@ -194,6 +194,7 @@ class _PacketWriter:
         interned = self._interned or None
         flags = self._flags
         self._interned = b""
+        # only the first packet clears what is interned
         self._flags = NEEDS_INTERNED
         return encode(
             PACKET,

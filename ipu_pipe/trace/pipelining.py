@@ -129,6 +129,7 @@ def _list_layouts(
         resolved = _resolve(columns, groups)
         if has_stages:
             is_possible = all(_has_each_stage_once(resolved, group) for group in groups)
+        # one group of all ranks does not tell the pipelines in it, but their messages do
         elif len(groups) == 1 and columns.keys() >= {*groups[0]}:
             groups = _find_replicas(resolved)
             is_possible = True

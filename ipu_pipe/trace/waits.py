@@ -162,8 +162,10 @@ def split_collectives(events: Events, groups: Sequence[Sequence[int]]) -> Events
         columns = [of_device.get(rank, np.zeros(0, np.intp)) for rank in group]
         if len({len(column) for column in columns}) > 1 or not len(columns[0]):
             continue
+        # (ranks, collectives)
         places = np.stack([c[np.argsort(events.start[c], kind="stable")] for c in columns])
         joined = events.start[places]
+        # (collectives,): the rank that joins each one last
         last = np.array(group, np.int32)[joined.argmax(axis=0)]
         until = np.minimum(joined.max(axis=0), events.end[places])
         waits += [_make_waits(events, c, j, u, last) for c, j, u in zip(places, joined, until)]

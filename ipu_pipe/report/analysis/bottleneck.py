@@ -168,6 +168,7 @@ def _describe_equals(
         for stage in analysis["stages"]
         if not set(longest).isdisjoint(stage["devices"])
     ]
+    # where devices have several stages it is the devices that are equal
     noun = "stage" if len(stages) == len(longest) else "device"
     equals = stages if noun == "stage" else sorted(longest)
     spread = max(spreads[device] for device in longest)

@@ -84,6 +84,7 @@ class RunMetadata(BaseModel):
         if not self._host_sees_devices:
             return []
         of_replica = sorted(set(self.device_of_stage or ()))
+        # other replicas of a simulated trace have no events, and would be reported as idle
         replicas = 1 if self.modelled else self.replicas or 1
         return [
             device + replica * len(of_replica)

@@ -214,6 +214,7 @@ def sum_busy_by_device(stages: Sequence[Row]) -> dict[int, float]:
     """
     busy_by_device: dict[int, float] = {}
     for stage in stages:
+        # sums without an unknown stage could not be compared
         if stage["busy_ns_per_microbatch"] is None:
             return {}
         for device in stage["devices"]:

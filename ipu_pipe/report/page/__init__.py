@@ -91,6 +91,7 @@ def join_traces(trace: Trace, other: Trace) -> tuple[Trace, dict[int, str]]:
     for label, of_run in (("this", trace), ("other", other)):
         begin = int(of_run.events.start.min(initial=1 << 60))
         events = of_run.events
+        # -1 means no peer, whatever the shift
         peer = np.where(events.peer < 0, -1, events.peer + shift).astype(np.int32)
         parts.append(
             events._replace(
