@@ -18,6 +18,7 @@ from ipu_pipe.plan.candidates import IN_LOCKSTEP, LOCAL, USUAL
 from ipu_pipe.shipped import name_commands
 from ipu_pipe.text import show
 
+# for annotations, which are not evaluated: --help must not wait for these
 if TYPE_CHECKING:
     from ipu_pipe.config.schema import Config
     from ipu_pipe.plan.planner import Answer

@@ -98,6 +98,7 @@ AXES = "changes to an asynchronous method (method_args in a config)"
 @command(
     __doc__,
     "",
+    # without choices: `resolve_method` names the nearest one
     option("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}"),
     option(
         "--stages",

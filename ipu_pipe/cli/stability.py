@@ -19,6 +19,7 @@ found by power iteration, or given by --curvature. In place of CONFIG, a run's f
 too, and the greatest counts. docs/stability.md states the theory's assumptions. The papers' figures are
 drawn from a clone, as that page says.
 """
+# those of tools/stability.py, too
 CURVATURE = (
     option(
         "--samples",

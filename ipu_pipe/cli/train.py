@@ -21,6 +21,7 @@ from ipu_pipe.cli.arguments import (
 )
 from ipu_pipe.errors import raise_faults
 
+# for annotations, which are not evaluated: --help must not wait for it
 if TYPE_CHECKING:
     from ipu_pipe.config.schema import Config
 

@@ -84,6 +84,7 @@ def open_workers(
             there.close()
         yield lambda numbers: _share(processes, jobs, numbers, describe)
     finally:
+        # all are told before the first one is waited for
         for process in processes.values():
             process.terminate()
         for process in processes.values():

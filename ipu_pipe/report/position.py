@@ -54,6 +54,7 @@ class Position:
         if value is None or not self.update:
             return
         sign = 1 if prefers_greater(name.partition("_")[2]) else -1
+        # of equal evaluations the first one stays the best
         if self.best_value is None or sign * value > sign * self.best_value:
             self.best_value = value
             self.best_step = self.update

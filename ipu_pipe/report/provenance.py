@@ -43,6 +43,7 @@ def describe_start(data: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the record of a start that begins now; unknown values are None. `data`: the result of
     `fingerprint_data`.
     """
+    # looked up: importing it for its version would take seconds
     jax = sys.modules.get("jax")
     return {
         "begun": get_timestamp(),
@@ -98,6 +99,7 @@ def _has_changes(repository: Path, commit: str, objects: Path, index: Path) -> b
     submodules are not compared: each submodule has a config, too.
     """
     listed = _ask_git(repository, "config", "--list", "-z").split("\0")
+    # -z ends each entry by a NUL, as a value may have line breaks
     settings = dict(entry.partition("\n")[::2] for entry in listed)
     # version 1, because git reads extensions only from it on
     config = ["[core]", "repositoryformatversion = 1"]

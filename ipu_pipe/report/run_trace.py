@@ -349,6 +349,7 @@ def write_modelled_trace(job: Job, folder: Path, costs: StageCosts) -> None:
     events, counters = build_modelled_events(
         clock(schedule, costs.costs, count, job.placement),
         (job.table.forward(0, count), job.table.backward(0, count)),
+        # costs are in seconds
         unit_ns=1e9,
         device_of_stage=job.placement,
         boundary_bytes=job.footprint.boundary_bytes,
@@ -381,6 +382,7 @@ def choose_stage_costs(job: Job, seconds: StageSeconds | None, position: Positio
         )
     reason = f", since {seconds.how}" if seconds is not None and not seconds.forward else ""
     forward = list(job.footprint.forward_flops)
+    # where backwards were not counted
     backward = list(job.footprint.backward_flops or [BACKWARD * flops for flops in forward])
     total = sum(forward) + sum(backward)
     # a model of operations without FLOPs: all stages count as equal

@@ -236,6 +236,7 @@ def _make_rates(
     base = next((float(group["lr"]) for group in optimizer.param_groups if group["lr"]), 0.0)
     if settings.name == "plateau":
         mode = "max" if prefers_greater(settings.metric or "loss") else "min"
+        # a mode of the user's wins
         plateau = make_plateau(base, {"mode": mode, **(settings.args or {})})
         # a factor, such as that of a warm-up: the rate itself is the plateau's
         share = make_rate(settings, 1.0, updates, per_epoch, per_call)

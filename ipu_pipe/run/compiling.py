@@ -100,6 +100,7 @@ def compile_config(
         }
     )
     all_graphs = trace_stages(job.model, job.partition.begin_names(), job.example, job.loss)
+    # of all stages at once, before the first one is compiled
     _refuse_missing(all_graphs)
     is_split = job.schedule.passes == SPLIT_PASSES
     stages = []

@@ -154,6 +154,7 @@ class TrainingLoop:
         finally:
             if self.run:
                 self.run.close()
+        # every process must know it, as each one loads the weights
         restored = run_on_main(self.callbacks.get_restored_step)
         measured = engine.report()
         # after the report, for which all ranks meet: the main process writes alone
@@ -453,6 +454,7 @@ class TrainingLoop:
     def _call_back(self, method: str) -> None:
         """Call `method` of the user's callbacks, with the whole model if they want it."""
         gathers = self.job.keeps_whole and method in ("on_start", "on_evaluation", "on_checkpoint")
+        # on every process: each has stages of the model, and the main one alone the callbacks
         with self.engine.hold_whole_model() if gathers else contextlib.nullcontext():
             if self.callbacks.callbacks:
                 self.moment = replace(self.moment, model=self.engine.newest_model)

@@ -281,6 +281,7 @@ def _run(trial: Trial, config: Config, folder: Path) -> dict[str, torch.Tensor]:
     """Train by a trial's config and return the weights of its last checkpoint."""
     train(config, folder, quiet=True)
     if trial.resumes:
+        # a finished run goes on only from an older checkpoint
         train(config, folder, quiet=True, resume_from=config.checkpoint_every)
     return read_weights(find_newest(folder))
 

@@ -79,6 +79,7 @@ def replace_missing_data(config: Config) -> tuple[Config, str]:
     line that says so, '' if they are there.
     """
     options = config.data.options()
+    # random data have no folder
     folder = find_missing_folder(config.data.name, options.pop("root", None))
     if folder is None:
         return config, ""

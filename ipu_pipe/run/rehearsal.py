@@ -58,6 +58,7 @@ class Rehearsal(NamedTuple):
 def rehearse(config: Config, say: Callable[[str], None] = lambda text: None) -> Rehearsal:
     """Rehearse a config. Raise `BadInput` with all faults that would refuse it on its hardware."""
     config = _choose_hardware(config, say)
+    # shortened: planning takes longer for more updates, and tells the same
     job = build_for_planning(_shorten(config))
     # first: nothing else is worth its time if the devices refuse the run
     raise_faults(get_backend(job.config).predict_refusals(job))
@@ -140,6 +141,7 @@ def _make_small(config: Config) -> Config:
     """
     config, _ = replace_missing_data(config)
     has_own_data = ":" in config.data.name and config.data.name != ENTRY
+    # by YAML: a config is frozen, and its keys are to be changed
     keys = parse_yaml(dump_config(config), "rehearse")
     stages = config.stages
     count = len(stages) + 1 if isinstance(stages, list) else stages

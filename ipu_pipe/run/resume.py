@@ -108,6 +108,7 @@ def restore(
         # a checkpoint has the tensors of a loss alone (`join_loss`)
         loss.load_state_dict({**loss.state_dict(), **state.loss})
     callbacks.load(saved.manifest.get("callbacks"))
+    # a copy, of which a key is renamed below
     position = dict(saved.manifest["position"])
     # old checkpoints compare by test loss only
     if "best_loss" in position:

@@ -42,6 +42,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
     run = validate_metadata(source, trace.metadata)
     events = trace.events
     begin, end = find_span(events)
+    # also devices without an event, which were idle from begin to end
     devices, overlap = measure_devices(events, run.devices, (begin, end))
     stages, stragglers = measure_stages(events, begin, run.sum_flops())
     if run.modelled:
@@ -49,6 +50,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         spreads = dict(enumerate(run.spread or ()))
         for row in stages:
             row.update(noise=None, spread=spreads.get(row["index"]))
+    # only our own traces say when a message has arrived
     links = measure_links(events, has_latencies=run.messages_end_late is None)
     # an evaluation or a checkpoint would count as a bubble
     training_ns = sum(end - begin - device["outside_ns"] for device in devices)
@@ -97,6 +99,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "stragglers": stragglers,
         # one device that stands for all hides the path between them
         "critical_path": None if has_one_device else measure_critical_path(events, trace.metadata),
+        # of PopVision's system traces
         "tracepoints": trace.metadata.get("tracepoints", []),
         "notes": [*trace.notes],
     }

@@ -90,6 +90,7 @@ def find_bottleneck(
     stages = [stage for stage in analysis["stages"] if slowest in stage["devices"]]
     longest_stages = _find_longest_stages(stages)
     cause = _find_time_outside(analysis, slowest)
+    # of all IPUs together only the time outside of training is known
     if cause is None and analysis["devices"][0].get("covers"):
         return None
     # in the order of the table above

@@ -273,6 +273,7 @@ def _play(events: Events, metadata: dict[str, Any], keys: Sequence[int]) -> NDAr
     needs = _list_needs(events, metadata)
     is_wait = events.is_kind(WAIT)
     ends = np.zeros_like(durations)
+    # what an event needs is played before it
     order = np.lexsort((events.end, events.start))
     last: dict[int, int] = {}
     # waiting since the device's last event, in which the host does nothing of its own

@@ -119,8 +119,10 @@ def join_pieces(events: Events) -> tuple[Events, NDArray[np.int64]]:
     # a slice, because there may be no event at all
     goes_on[:1] = False
     first = np.flatnonzero(~goes_on)
+    # our own traces have whole passes
     if len(first) == len(order):
         return events, events.end - events.start
+    # without the time between the pieces
     times = np.add.reduceat(ordered.end - ordered.start, first)
     passes = ordered.select(first)
     return passes._replace(end=np.maximum.reduceat(ordered.end, first)), times
@@ -129,6 +131,7 @@ def join_pieces(events: Events) -> tuple[Events, NDArray[np.int64]]:
 def _sum_by_microbatch(passes: Events, times: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the time of each microbatch's passes."""
     is_pass = (passes.microbatch >= 0) & (passes.kind != KIND_CODE[_UPDATE])
+    # numbered anew: a damaged number would ask for as many sums
     _, number = np.unique(passes.microbatch[is_pass], return_inverse=True)
     return np.bincount(number, times[is_pass]).astype(np.float64)
 

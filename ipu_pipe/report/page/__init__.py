@@ -49,6 +49,7 @@ _TYPES = ("u1", "i2", "i4", "u4")
 def embed_trace(trace: Trace, analysis: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON that data.js reads. Times are nanoseconds from the span's begin."""
     events = trace.events.select(np.lexsort((trace.events.end, trace.events.start)))
+    # a counter may come before the first event
     moments = [int(column.min()) for column in (events.start, trace.counters.time) if len(column)]
     begin = analysis.get("begin_ns")
     begin = min(moments, default=0) if begin is None else int(begin)
