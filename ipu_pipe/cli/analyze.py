@@ -124,6 +124,7 @@ def main(args: argparse.Namespace) -> None:
             # Chakra's files there is one for each rank
             files = getattr(importlib.import_module(f"ipu_pipe.{module}"), writer)(file, *written)
             args.print_progress(f"written: {', '.join(map(str, files or [file]))}")
+    # after the files, as it concerns only what is printed
     if args.json:
         if other is not None:
             analysis["against"] = {

@@ -238,6 +238,7 @@ def main(args: argparse.Namespace) -> None:
     # of 0 microbatches GPipe would gather 0; make_schedule has the better message for them
     default = max(1, method.accumulate_for(args.stages, args.microbatches))
     accumulate = default if args.accumulate is None else args.accumulate
+    # before the checks below, which take its sizes for granted
     schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
     # works are taken relative to their mean, which must not be 0
     if args.work and (len(args.work) != args.stages or not sum(args.work)):

@@ -167,6 +167,7 @@ class _Comparing:
             self._is_ready = self._stage_times.are_known and not first[0].reason
             # a method that has been refused is not tried again
             missing = [job for job in missing if not job[0].reason]
+        # only now: a config's loop has set torch's threads in its first training
         count, why = choose_process_count(self._processes)
         count = max(1, min(count, len(missing)))
         if first and missing:

@@ -170,6 +170,7 @@ def _find_cpu() -> str | None:
     named = (
         line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")
     )
+    # a system without /proc may say it another way
     return next(named, platform.processor() or None)
 
 

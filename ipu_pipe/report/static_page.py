@@ -136,6 +136,7 @@ def draw_curves(curves: Sequence[Curve], x_name: str, y_name: str, y_top: float)
 
 
 def _choose_colour(number: int) -> str:
+    # more curves than colours share them
     return f"var(--{INKS[number % len(INKS)]})"
 
 

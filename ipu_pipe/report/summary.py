@@ -117,6 +117,7 @@ def compute_busy_shares(
         job.compute_planned_utilization() if measured.utilization is None else measured.utilization
     )
     span = sum(device.span_ns for device in measured.times or ())
+    # no times where no device has a clock, as on the emulator
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
     # costs from FLOPs alone say nothing of how long a device is busy
     modelled = (

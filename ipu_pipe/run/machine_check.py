@@ -163,6 +163,7 @@ IPU_TRIALS = (
         "SGD's velocity is kept times the loss scaling",
         {},
         ROUNDING,
+        # the scaling changes in the middle of the run, and the velocity must with it
         _on_ipu(loss_scaling=[[0, 16], [2, 128]]),
     ),
     Trial(307, "output_mode sum: the same weights", {}, ROUNDING, _on_ipu(output_mode="sum")),

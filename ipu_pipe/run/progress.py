@@ -109,6 +109,7 @@ class Lines:
         self._per_epoch = per_epoch
         self._print_line = print_line
         self._clock = clock
+        # the first line comes after LINE_SECONDS, too: a short run has its closing lines alone
         self._last = clock()
 
     def __call__(self, done: int, text: str, is_milestone: bool) -> None:

@@ -150,6 +150,7 @@ def check_run(job: PlannedJob, out: Path, saved: Checkpoint) -> None:
             f"{path / checkpoint.MODEL}), or train in a loop of your own, whose "
             f"Pipeline.state_dict() has them"
         )
+    # after the other checks: it reads the data
     faults = compare_data(job, read_data_record(out), job.data_fingerprints or {})
     why = (
         "the data of a run cannot change: restore them, or begin another run (--overwrite, or "

@@ -137,6 +137,7 @@ def train(
         start = run_on_main(
             lambda: _find_start(config, objects, out, resume, resume_from, overwrite, say)
         )
+        # before the job is built: a finished run needs neither its model nor its data
         if start.ended is not None:
             why = start.ended.get("stopped")
             steps = start.ended.get("steps")

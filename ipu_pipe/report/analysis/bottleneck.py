@@ -209,6 +209,7 @@ def _find_slow_data(analysis: Analysis, busy_ns: int) -> Cause | None:
     """
     device = max(analysis["devices"], key=lambda device: device["data_ns"])
     waited = device["data_ns"]
+    # a shorter wait would go on as one for what is slower
     if waited <= max(busy_ns, _find_busiest_ns(analysis)):
         return None
     why = (
@@ -258,6 +259,7 @@ def _find_slow_link(analysis: Analysis, loads: dict[int, float], slowest: int) -
     link = max(
         analysis["links"], key=lambda link: link["busy_ns_per_microbatch"] or 0.0, default=None
     )
+    # without times for a microbatch nothing tells which is longer
     if link is None or not loads or (link["busy_ns_per_microbatch"] or 0.0) <= loads[slowest]:
         return None
     why = (

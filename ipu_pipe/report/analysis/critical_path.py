@@ -166,6 +166,7 @@ def measure_critical_path(events: Events, metadata: dict[str, Any]) -> Row | Non
     if len(events.start) > MOST_WALKED:
         return None
     begin, end = find_span(events)
+    # a pass is one piece of the path, however many operations it has
     passes, _ = join_pieces(events)
     path = find_critical_path(passes)
     by: dict[str, dict[Any, int]] = {name: {} for name in ("stage", "kind", "link")}

@@ -283,6 +283,7 @@ def measure_links(events: Events, has_latencies: bool = True) -> list[Row]:
     received = {number: int(took[at].sum()) for number, at in group_indices(link_of_recv)}
     links, link = np.unique(link_of_send, return_inverse=True)
     place = np.searchsorted(links, link_of_wait)
+    # the send of a message that is waited for may not be in the trace
     known = (place < len(links)) & (links[np.minimum(place, len(links) - 1)] == link_of_wait)
     latencies = _measure_latencies(sends, link, waits.select(known), place[known])
     rows = []

@@ -38,6 +38,7 @@ class RunMetadata(BaseModel):
     tools' traces have none.
     """
 
+    # a text or a bool is no number, whoever has written the trace
     model_config = ConfigDict(strict=True)
     method: Optional[str] = None
     method_args: Optional[Dict[str, Any]] = None

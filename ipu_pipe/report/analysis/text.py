@@ -208,6 +208,7 @@ def _format_answer(analysis: Analysis) -> list[str]:
     why = "\n       ".join(worst["why"].split("; "))
     lines = [f"Bottleneck: {place}", f"  why: {why}", f"  do:  {worst['do']}"]
     if busy:
+        # not capitalize, which makes all other letters small
         lines.append(busy[0].upper() + busy[1:])
     overlap = analysis["overlap"]
     if overlap["share"] is not None:
@@ -247,6 +248,7 @@ def _format_path(analysis: Analysis) -> list[str]:
         + (", ".join(f"{name} {share:.1%}" for name, share in parts) or "no stage")
         + rest
     ]
+    # they are sorted, so that the second one is the closest rival
     best, *others = path["what_if"] or [None]
     rivals = [other["saves_ns"] * (1 + (analysis["spread"] or 0.0)) for other in others[:1]]
     # not the first of two whose gains are as large within the spread
