@@ -48,7 +48,6 @@ def was_interrupted() -> bool:
 def stop_raising() -> None:
     """Let Ctrl-C end the process again, as before `raise_at_first_interrupt`."""
     if signal.getsignal(signal.SIGINT) is _raise:
-        # first of all, so that the next Ctrl-C ends the process also within this handler
         signal.signal(signal.SIGINT, _end)
 
 
@@ -64,6 +63,7 @@ def _may_set_handler() -> bool:
 
 
 def _raise(number: int, frame: Any) -> None:
+    # first of all, so that the next Ctrl-C ends the process also within this handler
     signal.signal(signal.SIGINT, _end)
     while frame is not None:
         # an interrupted import may raise anything, or look like a missing module, so end at once

@@ -85,7 +85,6 @@ def run(command: str | None = None) -> NoReturn:
         importlib.import_module(f"{__name__}.{chosen.replace('-', '_')}").main()
 
     run_command(
-        # with a given command its import may already be interrupted: nothing is open then
         run_first_argument
         if command is None
         else importlib.import_module(f"{__name__}.{command}").main

@@ -387,7 +387,7 @@ def _write_json(schedule: Schedule, method: Method, timed: dict[str, Any], out: 
     def versions(
         read: Callable[[int, int, slice], Any],
     ) -> Callable[[int], list[int]]:
-        # (1, M), by the stage: a table of all stages is what does not fit
+        # (1, M): one stage at a time
         return lambda stage: list(read(0, M, slice(stage, stage + 1))[0].tolist())
 
     def updates(stage: int) -> list[list[int]]:

@@ -249,7 +249,7 @@ def _suggest_file(path: Path) -> str:
     """Return the end of a fault that names the nearest file beside a missing one, or the nearest
     example config.
     """
-    # by the last part: a user forgets the folder of pod/pod16_resnet50
+    # by the last part, as a user may forget the folder
     files = {Path(name).name: name for name in list_configs()}
     # such as a name that is too long
     with suppress(OSError, ValueError):

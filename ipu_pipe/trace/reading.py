@@ -514,7 +514,7 @@ def _shift_to_one_clock(
     if known and len(known) < len(bases):
         notes.append("some files have no baseTimeNanoseconds, and are taken to have the others'")
     first_base = next((base for base in bases if base is not None), 0)
-    # Python's integers: nanoseconds since 1970, scaled, need not fit into int64
+    # Python's integers: a time and a shift together may not fit into int64
     shifts = [0 if base is None else base - first_base for base in bases]
     least = []
     most = []

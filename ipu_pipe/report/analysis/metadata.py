@@ -14,7 +14,7 @@ from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.text import show
 from ipu_pipe.trace.events import Events
 
-# the analysis has a row for each device, also without an event: a damaged number must not make more
+# each device has a row, also without an event, which a damaged number must not make millions
 MOST_DEVICES = 1 << 16
 
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
