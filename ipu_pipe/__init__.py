@@ -57,6 +57,7 @@ _HOMES = {
     "analyze_run": "report.analysis.analyze",
 }
 
+# for type checkers and editors, which do not call __getattr__
 if TYPE_CHECKING:
     from ipu_pipe.comparison.comparing import compare
     from ipu_pipe.config.load import configure, load_config, resolve_method
@@ -107,11 +108,13 @@ __all__ = [
 ]
 
 
+# Python calls it for names that the module does not have yet (PEP 562)
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"ipu_pipe.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'ipu_pipe' has no attribute {name!r}")
 
 
+# a shell completes names before they are imported
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])

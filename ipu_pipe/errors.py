@@ -26,6 +26,7 @@ from ipu_pipe.refusals import Language
 from ipu_pipe.shipped import name_commands
 from ipu_pipe.text import fold_lines, suggest
 
+# by text: Python's own filter counts by line, and would print a text of two lines twice
 _printed_warnings: set[str] = set()
 
 
@@ -46,6 +47,7 @@ class BadInput(ValueError):
 
     def say(self, language: Language) -> None:
         """Name settings in the faults as a caller knows them."""
+        # choose words before the line is cut: a cut within their signs would leave both languages
         self.faults = [fold_lines(language.say(line)) for line in self.lines]
         self.args = ("; ".join(self.faults),)
 
@@ -83,6 +85,7 @@ def locate_faults(place: object) -> Iterator[None]:
     try:
         yield
     except BadInput as error:
+        # of lines, not faults: a border further out may still choose the other language
         raise BadInput([f"{place}: {line}" for line in error.lines]) from error.__cause__
 
 
@@ -130,11 +133,13 @@ class UserFault(RunFault):
 
 def walk_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception, its cause, the cause of that, and so on."""
+    # `raise e from e` makes a circle
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
         error = (
+            # as in Python's tracebacks: `from None` hides the context
             error.__cause__
             if error.__cause__ is not None or error.__suppress_context__
             else error.__context__
@@ -167,6 +172,7 @@ def guard_writing(
         yield
     except OSError as error:
         subject = f"{contents} cannot" if contents else "cannot"
+        # an OSError of a library has no strerror if it was made of a message alone
         raise kind(f"{file}: {subject} be written: {error.strerror or error}") from error
 
 
@@ -181,6 +187,7 @@ class Parser(argparse.ArgumentParser):
         no path holds.
         """
         for word in sys.argv[1:] if args is None else args:
+            # from \udc80 on a surrogate stands for a byte of a name that is not UTF-8
             if "\0" in word or any("\ud800" <= c < "\udc80" for c in word):
                 raise BadInput(f"{word}: contains a character that a command line cannot have")
         return super().parse_known_args(args, namespace)
@@ -229,6 +236,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             interrupts.raise_at_first_interrupt()
             _open_closed_streams()
             main()
+            # else a full disk shows as the interpreter ends, with Python's exit code 120
             with guard_writing("standard output"):
                 sys.stdout.flush()
         except BaseException as error:
@@ -248,6 +256,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         if read_launch().rank == 0:
             print("interrupted", file=sys.stderr)
         code = interrupts.INTERRUPTED
+    # --help ends so, and would be a fault below
     except SystemExit:
         raise
     # the user's code may raise what is no Exception (asyncio.CancelledError)
@@ -258,6 +267,7 @@ def run_command(main: Callable[[], None]) -> NoReturn:
             code = 0
         else:
             faults = _describe_fault(error)
+        # what is still buffered would fail once more as the interpreter ends
         if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
             _drop_output()
     for fault in faults:
@@ -331,6 +341,7 @@ def _open_closed_streams() -> None:
     what is printed.
     """
     handle = os.open(os.devnull, os.O_RDWR)
+    # a number below 3 is that of a closed stream, which stays open from now on
     while handle < 3:
         handle = os.open(os.devnull, os.O_RDWR)
     os.close(handle)

@@ -56,6 +56,7 @@ def open_file(path: Path, most_bytes: int = MOST_WEIGHTS_BYTES) -> BinaryIO:
     # a NUL, or half a character
     except ValueError as error:
         raise OSError(errno.EINVAL, f"no file can have this name ({error})") from None
+    # of the open file: by now the path may lead to another one
     state = os.fstat(handle)
     why = ""
     if not stat.S_ISREG(state.st_mode):
@@ -90,6 +91,7 @@ def atomic_file(file: Path, contents: str = "") -> Iterator[Path]:
     `RunFault`, which may name the `contents`, on any error, including a pipe without a reader.
     """
     with guard_writing(file, contents):
+        # os.replace would put the file in a link's place, and leave its target as it was
         target = Path(os.path.realpath(file))
         # realpath gives up on a link that leads to itself
         if target.is_symlink():
@@ -107,11 +109,13 @@ def atomic_file(file: Path, contents: str = "") -> Iterator[Path]:
                 with open(temporary, "rb") as source:
                     shutil.copyfileobj(source, sink)
             return
+        # in the same folder: os.replace does not cross file systems
         temporary = target.with_name(f".{target.name}.part")
         try:
             yield temporary
             os.replace(temporary, target)
         finally:
+            # after os.replace there is none
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
@@ -192,6 +196,7 @@ def hash_files(
             return str(record["sha256"])
         return hash_file(files[name], "sha256")
 
+    # hashlib releases the GIL while it hashes
     with ThreadPoolExecutor() as pool:
         hashes = dict(zip(names, pool.map(hash_or_reuse, names)))
     return {name: {**record, "sha256": hashes.get(name)} for name, record in records.items()}

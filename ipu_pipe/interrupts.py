@@ -56,12 +56,14 @@ def _may_set_handler() -> bool:
     by `nohup ... &`).
     """
     return (
+        # signal.signal raises in any other thread
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) != signal.SIG_IGN
     )
 
 
 def _raise(number: int, frame: Any) -> None:
+    # first of all, so that the next Ctrl-C ends the process also within this handler
     signal.signal(signal.SIGINT, _end)
     while frame is not None:
         # an interrupted import may raise anything, or look like a missing module, so end at once
@@ -81,6 +83,7 @@ def _handle_unraisable(unraisable: Any) -> None:
 
 
 def _end(*_: Any) -> NoReturn:
+    # no print: a stream that was interrupted within a write refuses another one
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"interrupted\n")
     os._exit(INTERRUPTED)

@@ -55,6 +55,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
     def read_integer(key: str, default: int, first: int, last: int, what: str) -> int:
         text = variables.get(key, str(default)).strip()
+        # int() would also take signs, underscores and the digits of other scripts
         if text.isascii() and text.isdecimal() and len(text) < 10 and first <= int(text) <= last:
             return int(text)
         faults.append(f"{key}: {text[:40]}: must be {what}, as a launcher such as torchrun sets it")
@@ -62,6 +63,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
     processes = "a whole number of processes, at least 1"
     world = read_integer("WORLD_SIZE", 1, 1, MOST_RANKS, processes)
+    # a wrong WORLD_SIZE says nothing about the highest rank
     if faults:
         rank = read_integer("RANK", 0, 0, MOST_RANKS, "a whole number from 0")
     else:
@@ -131,6 +133,7 @@ def end_with(parent: int, line: str = "") -> None:
     since the process may be busy. Safe to call twice.
     """
     if all(thread.name != WATCHDOG_THREAD for thread in threading.enumerate()):
+        # a daemon: Python waits for every other thread before it exits
         threading.Thread(
             target=_watch, args=(parent, line), name=WATCHDOG_THREAD, daemon=True
         ).start()
@@ -148,5 +151,6 @@ def _watch(parent: int, line: str) -> None:
     try:
         if line:
             print(line, file=sys.stderr, flush=True)
+    # standard error may have gone with the launcher; sys.exit would end this thread alone
     finally:
         os._exit(ORPHANED)

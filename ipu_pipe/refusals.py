@@ -27,6 +27,7 @@ ARGUMENTS = {
     "backend.name": "backend",
     "backend.device": "device",
     "backend.deadline": "deadline",
+    # after its keys, because the first name that fits is taken
     "backend": "backend_args",
     "gradient_accumulation": "microbatches",
     "method_args.warmup": "warmup",
@@ -36,12 +37,14 @@ ARGUMENTS = {
     "clip.scope": "clip",
     "ema.decay": "ema",
 }
+# the last of two keys counts: an argument `clip` is refused as clip.scope
 KEYS = {argument: key for key, argument in ARGUMENTS.items()}
 
 
 class Language(enum.Enum):
     """Who reads a line: the caller of `Pipeline`, or the writer of a config."""
 
+    # replacements of re.sub: the group of the words that are left
     PYTHON = r"\1"
     CONFIG = r"\2"
 
@@ -80,6 +83,7 @@ class Argument(NamedTuple):
         key = _rename(self.argument, KEYS)
         if self.value is None:
             words = Words(self.argument, key)
+        # a pair in Python, a section of two keys in a config
         elif self.argument == "clip":
             norm, scope = self.value
             section = f"clip: {{scope: {scope}, norm: {norm:g}}}"

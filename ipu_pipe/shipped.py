@@ -16,6 +16,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parent
 MODELS = "models"
 COMMAND = "ipu-pipe"
+# torchrun counts up to a comma: a sentence may name it, and further on a tool without it
 TOOL = re.compile(r"\b(torchrun [^,;]*?)?(?:python )?tools/(\w+)\.py")
 
 

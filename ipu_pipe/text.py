@@ -27,6 +27,7 @@ def show(value: Any) -> str:
 
 def format_estimate(value: float, digits: int) -> str:
     """Return a number with `digits` significant digits and separators of thousands: 40,000."""
+    # g alone has six digits, and writes an exponent from a million on
     return f"{float(f'{value:.{digits}g}'):,.12g}"
 
 
@@ -157,6 +158,7 @@ def find_nearest(name: Any, known: Iterable[Any], count: int = 1, cutoff: float 
     close = difflib.get_close_matches(
         meant, [word for word, spelling in spelled.items() if spelling], count, cutoff
     )
+    # a name and a word for it may both be close
     return ", ".join(dict.fromkeys(spelled[word] for word in close))
 
 

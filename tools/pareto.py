@@ -185,6 +185,7 @@ def _make_grid(args: Any) -> Any:
         "optimizer": {"name": "adam"},
         "evaluate": {"every": 0},
         "backend": {"threads": 1},
+        # a rate that diverges is a run that does not reach the loss, not a fault
         "allow_nonfinite": True,
         "stages": _list_stages(args),
     }

@@ -139,6 +139,7 @@ def _run_model(name: str, limit: float) -> Dict[str, List[str]]:
         folder, until, todo = Path(temporary), time.monotonic() + limit, list(METHODS)
         while todo:  # a run that fails ends its processes: the methods after it get new ones
             with socket.socket() as free:
+                # port 0 is any free one
                 free.bind(("localhost", 0))
                 port = free.getsockname()[1]
             _run_in_processes(
@@ -371,6 +372,7 @@ def _train_plainly(name: str, method: str, stages: Any) -> Dict[str, Any]:
             )
         loss = arguments["loss"](arguments["output"](output), y) / ACCUMULATE
         for name, weight in weights.items():
+            # by .data, so that autograd does not refuse a backward with other weights
             weight.data.copy_(history[backward[stage_of[name]]][name])
         with draws.backward(m):
             loss.backward()

@@ -53,6 +53,7 @@ def run(command: str | None = None) -> NoReturn:
     from ipu_pipe.errors import BadInput, Parser, run_command
 
     def run_first_argument() -> None:
+        # in no list of choices: a wheel does not have it
         if sys.argv[1:2] == ["reproduce"]:
             raise BadInput(
                 "COMMAND: reproduce: runs from a clone of the repository: python tools/reproduce.py"
@@ -73,6 +74,7 @@ def run(command: str | None = None) -> NoReturn:
         parser.add_argument(
             "command",
             metavar="COMMAND",
+            # the module's and the tool's name has underscores
             type=lambda name: name.replace("_", "-"),
             choices=summaries,
         )

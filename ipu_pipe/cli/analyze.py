@@ -77,6 +77,7 @@ examples:
 def main(args: argparse.Namespace) -> None:
     """Run the command."""
     outputs = {"--png": args.png, "--html": args.html, "--to": args.to}
+    # all of them before the trace is read, which may take minutes
     faults = [
         f"{name}: {file}: is a folder, must be a file"
         for name, file in outputs.items()
@@ -123,6 +124,7 @@ def main(args: argparse.Namespace) -> None:
             # Chakra's files there is one for each rank
             files = getattr(importlib.import_module(f"ipu_pipe.{module}"), writer)(file, *written)
             args.print_progress(f"written: {', '.join(map(str, files or [file]))}")
+    # after the files, as it concerns only what is printed
     if args.json:
         if other is not None:
             analysis["against"] = {
@@ -150,6 +152,7 @@ def _list_different_settings(run: Path, other: Path) -> list[str] | None:
     files = [folder / "config.yaml" for folder in (run, other)]
     if not all(file.is_file() for file in files):
         return None
+    # as YAML: a `Config` would refuse the keys of a run of another version
     configs = [flatten(read_yaml(file)) for file in files]
     return [
         f"{key}: {show_in_config(value)} | {show_in_config(other_value)}"
@@ -176,6 +179,7 @@ def _read_profile(file: Path) -> Any:
 
     if not file.is_file():
         raise BadInput(f"{file}: no such profile")
+    # pva comes with Graphcore's SDK alone, so that there is nothing to install
     if importlib.util.find_spec("pva") is None:
         raise BadInput(
             f"{file}: is read by Graphcore's pva, which is not installed: open it with PopVision"

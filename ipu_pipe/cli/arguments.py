@@ -17,6 +17,7 @@ from ipu_pipe.errors import BadInput, Parser, RunFault, find_user_fault
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import escape_lines, find_nearest, show
 
+# typing's names: an alias is evaluated, and Python 3.8 cannot subscript tuple and dict
 Option = Tuple[Tuple[str, ...], str, Dict[str, Any]]
 Epilog = Union[str, Callable[[], str]]
 Function = Callable[[argparse.Namespace], None]
@@ -85,6 +86,7 @@ class Command:
         # made only to be shown, since a table in it may need slow imports
         epilog = self._epilog if isinstance(self._epilog, str) else self._epilog()
         name = self._function.__module__.rpartition(".")[2]
+        # `Parser` prints this name as the user called the command
         parser = Parser(prog=f"tools/{name}.py", description=self._description, epilog=epilog)
         groups: Dict[str, Any] = {"": parser}
         for names, group, keys in self._options:
@@ -99,8 +101,10 @@ class Command:
         words = list(sys.argv[1:] if arguments is None else arguments)
         # first: argparse would name the option that an unknown one was to be
         _refuse_unknown(parser, _find_unknown_options(parser, words))
+        # parse_args would end at the rest, without our suggestion
         args, rest = parser.parse_known_args(words)
         _refuse_unknown(parser, [*_find_settings(parser, args), *rest])
+        # not every command has --quiet and --json
         is_quiet = getattr(args, "quiet", False)
         args.print_progress = (lambda text: None) if is_quiet else print_progress
         args.print_result = (
@@ -142,6 +146,7 @@ def _find_unknown_options(parser: Parser, words: Sequence[str]) -> List[str]:
     is none.
     """
     for number, word in enumerate(words):
+        # for argparse, what follows it are values
         if word == "--":
             break
         name = word.partition("=")[0]
@@ -160,6 +165,7 @@ def _find_settings(parser: Parser, args: argparse.Namespace) -> List[str]:
     """Return the positional arguments that are KEY=VALUE in place of a file's name."""
     if "--set" not in parser.list_options():
         return []
+    # `what` is that of a tool of the clone: tools/stability.py draws figures
     positional = [getattr(args, name) for name in ("config", "what") if name in args]
     values = [value for one in positional for value in (one if isinstance(one, list) else [one])]
     # a file's name may have an = in it
@@ -182,11 +188,14 @@ def _suggest_argument(parser: Parser, words: Sequence[str]) -> str:
     or --set KEY=VALUE.
     """
     name, equals, value = words[0].partition("=")
+    # --name=VALUE, or --name VALUE
     value = value if equals else " ".join(words[1:2]) or "VALUE"
     options = {option[2:]: option for option in parser.list_options() if option.startswith("--")}
     bare = name.lstrip("-")
+    # nothing tells what a stray word was meant for
     if not name.startswith("-") and not equals:
         return ""
+    # --config FILE, as other trainers have it
     if name.startswith("-") and bare in parser.list_positional():
         return f"{parser.list_positional()[bare]} without {name}"
     key = ""
@@ -196,13 +205,16 @@ def _suggest_argument(parser: Parser, words: Sequence[str]) -> str:
         from ipu_pipe.config.schema import Config
 
         key = find_key(bare, Config)
+    # a key that the word says exactly comes before an option that is similar
     near = "" if key or not name.startswith("-") else find_nearest(bare, options)
     if near:
+        # VALUE stands for a word that the user has not typed
         return f"{options[near]} {value}" if value != "VALUE" else options[near]
     if "set" in options:
         key = key or find_nearest(bare, Config.model_fields)
     if key.startswith("--") or not key:
         return key
+    # `find_key` names several keys if sections share one, such as `every`
     return " or ".join(f"--set {one}={value}" for one in key.split(" or "))
 
 
@@ -271,7 +283,9 @@ def parse_positive(text: str) -> float:
 
 def parse_names(text: str) -> Tuple[str, ...]:
     """Convert an argument to different names separated by commas."""
+    # a comma at the end names nothing
     names = tuple(filter(None, text.split(",")))
+    # a name may be a run's folder, which two runs must not share
     if not names or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{show(text)}: must be different names, by commas")
     return names
@@ -279,6 +293,7 @@ def parse_names(text: str) -> Tuple[str, ...]:
 
 def print_progress(text: str) -> None:
     """Print a line of progress on standard error; standard output belongs to the result."""
+    # Python 3.8 keeps back standard error where it is no terminal
     print(escape_lines(text), file=sys.stderr, flush=True)
 
 

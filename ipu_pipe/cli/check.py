@@ -49,5 +49,6 @@ def main(args: argparse.Namespace) -> None:
     if args.json:
         print(text)
     args.print_result(format_report(report))
+    # after the report, so that a failed check still leaves it
     if report["different"]:
         raise RunFault(f"{report['different']} of the runs differ from the emulator")

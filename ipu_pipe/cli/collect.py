@@ -70,6 +70,7 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.config.load import load_config
 
     config = load_config(args.config, args.set)
+    # the config's own method may be local_chunked
     methods = args.methods or list(dict.fromkeys([config.method, "local_chunked"]))
     with report_once():
         # under torchrun every process runs this command, and one of them speaks for all
@@ -79,6 +80,7 @@ def main(args: argparse.Namespace) -> None:
         )
         leave()
     if is_main():
+        # outside of the group: the other processes need not wait for files
         files = write_comparison(comparison, args.out)
         args.print_result(make_comparison_table(comparison))
         args.print_result("files:\n  " + "\n  ".join(map(str, files)))

@@ -78,6 +78,7 @@ def main(args: argparse.Namespace) -> None:
     loop = ConfigLoop(config)
     # the config's own method may be one of the first two, and must not be trained twice
     names = args.methods or list(dict.fromkeys(["gpipe", "pipedream_2bw", config.method]))
+    # describing a method looks it up, too, but would not name the option
     require_known_methods(names, "--methods")
     result = compare(
         loop,

@@ -36,6 +36,7 @@ def main(args: argparse.Namespace) -> None:
         )
     import shtab
 
+    # an older shtab knows fewer shells
     if args.shell not in shtab.SUPPORTED_SHELLS:
         known = ", ".join(shtab.SUPPORTED_SHELLS)
         raise BadInput(
@@ -58,9 +59,11 @@ def make_script(shell: str) -> str:
     }
     choices["hardware"] = sorted(path.stem for path in (find_configs() / "hardware").glob("*.yaml"))
     root = Parser(prog=COMMAND)
+    # these parsers parse nothing: the shell needs the words alone
     root.add_argument("--version", action="store_true", help="print the version")
     subparsers = root.add_subparsers()
     for name, summary in COMMANDS.items():
+        # fetch_data's list of sets is made here, too, as it is part of the parser
         parent = importlib.import_module(f"ipu_pipe.cli.{name}").main.make_parser()
         # argparse has no public list of a parser's arguments
         for action in parent._actions:

@@ -62,5 +62,6 @@ def main(args: argparse.Namespace) -> None:
     with guard_writing(args.copy):
         args.copy.mkdir(parents=True, exist_ok=True)
         for file in files:
+            # the contents alone: an installed file may be read-only, and its copy is to be changed
             shutil.copyfile(file, args.copy / file.name)
     args.print_result(f"copied: {len(files)} files; python {args.copy / 'own_loop.py'} runs one")

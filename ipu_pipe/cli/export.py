@@ -19,6 +19,7 @@ Names are those of the model before it was split.
 
 def parse_step(text: str) -> int | str:
     """Convert an argument to a step, or best."""
+    # 0: a run may be saved before its first update
     return text if text == "best" else int_in(0)(text)
 
 

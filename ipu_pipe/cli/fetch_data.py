@@ -32,6 +32,7 @@ def list_sets() -> str:
 @command(
     __doc__,
     list_sets,
+    # without choices: those would import the table of the sets; `fetch` names the nearest
     option("name", metavar="NAME", help="one of the sets below"),
     option(
         "--root", type=Path, metavar="DIR", help="folder in which the folder of the set is created"

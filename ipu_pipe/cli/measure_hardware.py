@@ -51,6 +51,7 @@ def main(args: argparse.Namespace) -> None:
     out: Path = args.out or find_this_file()
     raise_faults(
         {
+            # not 0 < x refuses nan, which every comparison denies
             f"--seconds: {args.seconds}: must be a number > 0 and <= 60": not 0
             < args.seconds
             <= 60,
@@ -72,7 +73,9 @@ def main(args: argparse.Namespace) -> None:
         known = " or ".join(["cpu", *(one.name for one in list_accelerators())])
         raise BadInput(f"--device: {args.device}: this PyTorch finds no {what}: must be {known}")
     text = dump_yaml(measure(args.threads, args.device, args.seconds))
+    # the user's cache may not exist yet; the folder of --out was looked for above
     with guard_writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, text)
+    # read back from the file: these are the figures that plans will have
     args.print_result("\n".join([*read_hardware(str(out)).format_figures(), f"written: {out}"]))

@@ -64,6 +64,7 @@ def main(args: argparse.Namespace) -> None:
         # stem: the hardware may be a file
         f"{args.model.rpartition(':')[2].lower()}_{Path(args.hardware).stem}.yaml"
     )
+    # before the model is run and planned, which takes long
     if out.exists() and not args.overwrite:
         raise BadInput(f"--out: {out}: exists already: use another name, or --overwrite")
     # import after parsing, because --help must not wait for torch

@@ -18,6 +18,7 @@ from ipu_pipe.plan.candidates import IN_LOCKSTEP, LOCAL, USUAL
 from ipu_pipe.shipped import name_commands
 from ipu_pipe.text import show
 
+# for annotations, which are not evaluated: --help must not wait for these
 if TYPE_CHECKING:
     from ipu_pipe.config.schema import Config
     from ipu_pipe.plan.planner import Answer
@@ -35,6 +36,7 @@ examples:
 """
 # samples of an update; every microbatch of it is scheduled
 MOST_BATCH = 10**6
+# as datasheets write them: GB are powers of ten, GiB of two
 SIZES = {
     "": 1,
     "k": 10**3,
@@ -50,10 +52,12 @@ SIZES = {
 
 def _parse_size(text: str) -> float:
     """Convert an argument such as "16GB", "900MiB" or "16e9" to bytes."""
+    # [0-9], because \d takes the digits of other scripts, too
     match = re.fullmatch(
         r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)\s*([kMGT]i?)?B?", text.strip()
     )
     size = float(match.group(1)) * SIZES[match.group(2) or ""] if match else 0.0
+    # 0 also stands for text that is no size
     if not 0 < size < 1e18:
         raise argparse.ArgumentTypeError(
             f"{show(text)}: must be a number of bytes, such as 16GB or 900MiB"
@@ -170,6 +174,7 @@ def main(args: argparse.Namespace) -> None:
         args.measure,
     )
     problem, methods, batch, how = make_planning_problem(config, request, args.print_progress)
+    # before the search, whose result would be lost
     _check_tensor_parallel(args.tensor_parallel, problem.hardware.devices, batch)
     plan = make_plan(problem, methods, problem.hardware.devices, batch, args.top)
     _print_plan(args, plan, problem, batch, how)
@@ -256,6 +261,7 @@ def _choose_written_plan(
         return plan
     # a method that reads stale weights changes the numbers, so the user must choose it
     flushing_methods = [name for name in methods if METHODS[name].flushes]
+    # 1: only the best one is written
     flushing = make_plan(problem, flushing_methods, plan.devices, batch, 1)
     if not flushing.plans:
         raise BadInput(
@@ -287,5 +293,6 @@ def _write_best(args: argparse.Namespace, config: Config, plan: Answer) -> None:
         if facts.uses_processes:
             commands = [processes]
         else:
+            # first: the plan is one of devices, which processes are and the emulator is not
             commands.insert(0, f"{processes} --set backend.name=distributed")
     args.print_progress(f"written: {args.write}: {name_commands(', or '.join(commands))}")

@@ -28,6 +28,7 @@ def main(args: argparse.Namespace) -> None:
     from ipu_pipe.run.rehearsal import rehearse
 
     rehearsal = rehearse(load_config(args.config, args.set), args.print_progress)
+    # first: the text has each stage's memory, by which a misfit can be mended
     args.print_result(rehearsal.text)
     if rehearsal.misfit is not None:
         raise BadInput(f"hardware: {rehearsal.misfit}")

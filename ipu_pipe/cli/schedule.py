@@ -42,6 +42,7 @@ MOST_ORDERED = 30_000
 
 def _parse_slots(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
+    # isdecimal also refuses signs: slots count from 0
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise argparse.ArgumentTypeError(f"{text!r}: must be two slots A:B with A < B")
     if int(last) - int(first) > MOST_SLOTS:
@@ -72,6 +73,7 @@ def _parse_durations(text: str) -> tuple[float, ...]:
 
 
 def _parse_bool(text: str) -> bool:
+    # argparse's type=bool would take any text for true
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r}: must be true or false")
     return text.lower() == "true"
@@ -96,6 +98,7 @@ AXES = "changes to an asynchronous method (method_args in a config)"
 @command(
     __doc__,
     "",
+    # without choices: `resolve_method` names the nearest one
     option("method", metavar="METHOD", help=f"one of {', '.join(METHODS)}"),
     option(
         "--stages",
@@ -225,14 +228,17 @@ def main(args: argparse.Namespace) -> None:
             f"method: {method.name}: has no timeline: its stages, microbatches and delays are drawn "
             "at random (with order: schedule and delays: schedule it equals pipedream)"
         )
+    # else a pass takes a slot, and there are no other times
     is_timed = method.order is not None or any(
         value is not None
         for value in (args.durations, args.link, args.stages_per_device, args.work)
     )
+    # before anything is laid out: a table of all passes might not fit in memory
     _check_size(args, method, is_timed)
     # of 0 microbatches GPipe would gather 0; make_schedule has the better message for them
     default = max(1, method.accumulate_for(args.stages, args.microbatches))
     accumulate = default if args.accumulate is None else args.accumulate
+    # before the checks below, which take its sizes for granted
     schedule = make_schedule(method, args.stages, args.microbatches, accumulate, args.drains)
     # works are taken relative to their mean, which must not be 0
     if args.work and (len(args.work) != args.stages or not sum(args.work)):
@@ -289,6 +295,7 @@ def _check_size(args: argparse.Namespace, method: Method, is_timed: bool) -> Non
 
 
 def _write_csv(schedule: Schedule, out: TextIO) -> None:
+    # first: it refuses what PyTorch's format cannot say, and a note would mislead before that
     rows = format_csv(schedule)
     if schedule.microbatches > schedule.accumulate:
         # on standard error, because the rows go to standard output
@@ -362,6 +369,7 @@ def _compute_times(
     work: Sequence[float],
 ) -> dict[str, Any]:
     """Return the keys of JSON about devices and times."""
+    # a whole backward frees all that its forward keeps
     share = 1.0 if method.order is None else method.order.weight_share
     return {
         "placement": list(schedule.device_of_stage),
@@ -379,6 +387,7 @@ def _write_json(schedule: Schedule, method: Method, timed: dict[str, Any], out: 
     def versions(
         read: Callable[[int, int, slice], Any],
     ) -> Callable[[int], list[int]]:
+        # (1, M): one stage at a time
         return lambda stage: list(read(0, M, slice(stage, stage + 1))[0].tolist())
 
     def updates(stage: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ found by power iteration, or given by --curvature. In place of CONFIG, a run's f
 too, and the greatest counts. docs/stability.md states the theory's assumptions. The papers' figures are
 drawn from a clone, as that page says.
 """
+# those of tools/stability.py, too
 CURVATURE = (
     option(
         "--samples",
@@ -71,6 +72,7 @@ def examine_config(name: str, args: argparse.Namespace) -> None:
     from ipu_pipe.config.load import load_config
     from ipu_pipe.run.stability import analyze_config, analyze_run, format_stability
 
+    # once more, as other names than CONFIG come here: tools/stability.py takes several
     path = find_config(name)
     path = path / "config.yaml" if path.is_dir() else path
     config = load_config(path, args.set)

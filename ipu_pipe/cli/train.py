@@ -21,6 +21,7 @@ from ipu_pipe.cli.arguments import (
 )
 from ipu_pipe.errors import raise_faults
 
+# for annotations, which are not evaluated: --help must not wait for it
 if TYPE_CHECKING:
     from ipu_pipe.config.schema import Config
 
@@ -90,6 +91,7 @@ def main(args: argparse.Namespace) -> None:
     )
     raise_faults(
         {
+            # a dated folder would be a new one, with nothing to resume
             f"{option_used}: needs --out DIR, the folder of the run to resume": option_used
             and args.out is None,
             f"{option_used}: cannot be combined with --overwrite": option_used and args.overwrite,
@@ -152,12 +154,14 @@ def _train(args: argparse.Namespace, config: Config, other: Config | None) -> st
     from ipu_pipe.run.train import evaluate_checkpoint, get_starting_config, train
 
     if args.dry_run:
+        # without a folder there is no start to plan from
         if args.out is not None:
             how = {
                 "resume": args.resume,
                 "resume_from": args.resume_from,
                 "overwrite": args.overwrite,
             }
+            # a resumed run has its stages and rates from its folder, and so has its plan
             config = get_starting_config(config, args.out, **how)
         return format_plan(build_for_planning(config))
     if args.evaluate:

@@ -84,6 +84,7 @@ def compare(
         why = explain_wrong_call(run, "pipeline", "seed")
         raise_faults([f"run: {why}"] if why else [])
         if hardware is not None:
+            # for its faults alone, before anything trains
             read_hardware(hardware, "hardware")
             if are_measured(stages):
                 why = "is measured on this machine, and times are predicted for hardware"
@@ -133,8 +134,10 @@ class _Comparing:
             rest += f"; rates=(1,), seeds=1 would make {len(rows)}"
         self._progress.say(f"compare: {sizes}: {format_count(count, 'training')}{rest}")
         jobs = itertools.product(rates, seeds, rows)
+        # the rows vary fastest, so that every method is asked once before one is trained twice
         self._train([(row, rate, seed) for rate, seed, row in jobs])
         if all(row.reason for row in rows):
+            # the first method's reason, since it is tried first
             raise self._refused[0]
         more = [(row, find_more(row, rates)) for row in rows if not row.reason]
         self._train([(row, rate, seed) for row, rate in more for seed in seeds if rate])
@@ -164,6 +167,7 @@ class _Comparing:
             self._is_ready = self._stage_times.are_known and not first[0].reason
             # a method that has been refused is not tried again
             missing = [job for job in missing if not job[0].reason]
+        # only now: a config's loop has set torch's threads in its first training
         count, why = choose_process_count(self._processes)
         count = max(1, min(count, len(missing)))
         if first and missing:
@@ -269,6 +273,7 @@ def _parse_methods(methods: Any, stages: Any) -> list[MethodRow]:
     is_list = isinstance(methods, (list, tuple))
     is_list = is_list and all(isinstance(name, str) for name in methods)
     named = dict.fromkeys(methods, {}) if is_list else methods
+    # dict.fromkeys has a name that is given twice only once
     if not isinstance(named, Mapping) or not named or len(named) < len(methods):
         raise BadInput(
             f"methods: {show(methods)}: must be different names, such as ['gpipe', 'pipemare'], "

@@ -35,6 +35,7 @@ class ConfigLoop:
 
     def __post_init__(self) -> None:
         config = self.config
+        # a loop over `Pipeline` has none of these, and would leave them out in silence
         is_set = {
             "callbacks": config.callbacks,
             "early_stopping": config.early_stopping,
@@ -68,6 +69,7 @@ class ConfigLoop:
         every = config.evaluate.interval(per_epoch)
         with pipeline(
             setup.model,
+            # None: the model's output is its loss
             None if isinstance(setup.loss, OwnLoss) else setup.loss,
             optimizer,
             microbatches=config.gradient_accumulation,
@@ -88,6 +90,7 @@ def _count_updates(setup: Setup) -> tuple[int | None, int]:
     config = setup.config
     microbatches = setup.data.train_batches_per_epoch(config.micro_batch_size)
     per_update = config.gradient_accumulation * config.replicas
+    # an epoch ends with its last whole update
     per_epoch = None if microbatches is None else microbatches // per_update
     updates = config.steps or config.epochs * (per_epoch or 0)
     if not updates:
@@ -98,6 +101,7 @@ def _count_updates(setup: Setup) -> tuple[int | None, int]:
 def _make_optimizer(config: Config, setup: Setup) -> torch.optim.Optimizer:
     """Return the config's optimizer over the model, with and without weight decay."""
     x, _ = setup.prepare_batch(setup.data.train_batch(0, 0, setup.config.micro_batch_size))
+    # one stage, so that the groups differ by decay alone; the pipeline divides them by its own
     groups = make_groups(setup.model, partition(setup.model, x, 1), config.optimizer.no_decay)
     for group in groups:
         # the pipeline's own names, which are not settings

@@ -81,12 +81,14 @@ def train_against(
         count: name_folder(out, other.method, count)
         for count in choose_accumulations(other, accumulations)
     }
+    # one process looks: by the time another does, the folders may have been begun
     starts = run_on_main(
         lambda: {
             folder: choose_resume_options(folder, resume, overwrite)
             for folder in (same_samples_folder, *folders.values())
         }
     )
+    # the second run's faults, before the first one trains for days
     check(other, same_samples_folder, **starts[same_samples_folder])
     run_on_main(lambda: [check_folder(folder, **starts[folder]) for folder in folders.values()])
     # the first run may take days, after which the second one must still have its folder
@@ -126,6 +128,7 @@ def match_samples(config: Config, other: Config) -> Config:
     """Return the other config with as many updates as take the samples of `config`'s: some methods
     have batches of their own.
     """
+    # epochs are as many samples for both
     if config.steps is None:
         return other
     size, other_size = (build_for_planning(one).global_batch_size for one in (config, other))
@@ -209,6 +212,7 @@ def fit_into_time(config: Config, accumulate: int, first: Summary, slots: float)
     most = int(slots) // (2 * accumulate)
     if most < 2 or accumulate > first["updates_per_epoch"] * configured:
         return None
+    # played once, for more updates than fit: those that end in time are then counted
     longest = config.model_copy(update={"gradient_accumulation": accumulate, "steps": most})
     job = build_for_planning(longest)
     ends = job.play_updates(None, job.drains, most)
@@ -224,6 +228,7 @@ def fit_into_time(config: Config, accumulate: int, first: Summary, slots: float)
     share_of_samples = steps * accumulate / (first["steps"] * configured)
     rate_changes = {
         "warmup_steps": math.ceil(lr_schedule.warmup_steps * configured / accumulate),
+        # the same share of a run that has another number of epochs
         "milestones": [epoch * share_of_samples for epoch in lr_schedule.milestones],
     }
     changes = {
@@ -249,6 +254,7 @@ def read_run(config: Config, summary: Summary, folder: Path) -> ComparedRun:
     slots = [0.0, *job.play_updates(None, job.drains, steps).tolist()]
     # a run of an earlier version has no such key
     diverged_after = summary.get("diverged_after")
+    # those without a test loss are of training
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [
         (slots[line["step"]], line["test_loss"], line["test_accuracy"])

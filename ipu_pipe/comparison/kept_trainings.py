@@ -54,6 +54,7 @@ class KeptTrainings:
                 why = f"{name}: is another one than that of the comparison which is kept there"
                 raise BadInput(f"out: {self._folder}: {why}: choose another folder")
         if record["times"] is not None:
+            # times of another version have other fields, which is a TypeError
             self._stage_times.reference = Reference(**record["times"])
 
     def read(self, row: MethodRow, rate: float, seed: int) -> Training | None:
@@ -65,6 +66,7 @@ class KeptTrainings:
         file = self._name_file(row, rate, seed)
         with _name_damage(file):
             record = _read(file)
+            # the caller may have given the label to another method since
             if record["arguments"] != convert_to_json(row.arguments):
                 why = f"{row.label} had other arguments: use another label or folder"
                 raise BadInput(f"out: {file}: {why}")
@@ -75,6 +77,7 @@ class KeptTrainings:
         if self._folder is None:
             return
         file = self._name_file(row, rate, seed)
+        # only now: a comparison that is refused at once leaves no folder
         with guard_writing(file.parent):
             file.parent.mkdir(exist_ok=True)
         # the times first: a training without them could not be compared with the others
@@ -198,6 +201,7 @@ def _describe(value: Any) -> str:
     """Return a text of an object that is the same in another process."""
     if inspect.isfunction(value) or inspect.isclass(value):
         return f"{value.__module__}.{value.__qualname__}"
+    # an address differs from process to process
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 

@@ -49,6 +49,7 @@ class LoopComparison:
     def __init__(self, rows: Sequence[MethodRow], times: str, spread: float) -> None:
         self.rows = list(rows)
         self.running = [row for row in rows if not row.reason]
+        # `compare` raises if no method can run
         self.baseline = self.running[0]
         self.times = times
         self.spread = spread
@@ -127,6 +128,7 @@ class LoopComparison:
 
     def _write_methods(self) -> str:
         metrics = [_describe_metrics(row) for row in self.running]
+        # a metric that one method alone has is a column, too
         names = list(dict.fromkeys(name for values in metrics for name in values))
         cells = [
             [*_describe_row(row), *(values.get(name, "-") for name in names)]
@@ -197,6 +199,7 @@ class LoopComparison:
             for update, (loss, seconds) in enumerate(zip(training.losses, training.seconds_at))
         ]
         try:
+            # by its name: pandas is no requirement
             return importlib.import_module("pandas").DataFrame.from_records(records)
         except ImportError:
             return records
@@ -221,6 +224,7 @@ def _describe_row(row: MethodRow) -> list[str]:
         f"{row.chosen[0].microbatches}",
         f"{row.best:.3g}",
         str(final) if has_ended else "diverged",
+        # how soon a training diverges says nothing about its method's speed
         f"{seconds:.3g} s" if has_ended else "-",
         f"{row.chosen[0].devices}",
         format_bytes(max(row.memory)),
@@ -248,7 +252,9 @@ def _make_curve(row: MethodRow, axis: int) -> Curve:
     """Return the smoothed losses of a method, as far as all seeds went, against samples (axis 0) or
     predicted seconds (1).
     """
+    # a mean over fewer seeds would jump where one diverges
     length = min(len(training.seconds_at) for training in row.chosen)
+    # (seeds, updates)
     losses = np.stack([training.smooth()[:length] for training in row.chosen])
     samples = row.chosen[0].samples_per_update * np.arange(1.0, length + 1)
     seconds = np.mean([training.seconds_at[:length] for training in row.chosen], axis=0)

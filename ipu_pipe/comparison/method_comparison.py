@@ -74,6 +74,7 @@ def compare_methods(
         name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))]
         for name in methods
     }
+    # all folders first: the last method's must not be refused after hours of the others
     run_on_main(
         lambda: [
             check_folder(folder, False, overwrite) for folder in itertools.chain(*folders.values())
@@ -107,11 +108,13 @@ def _build_jobs(
     method, whatever their order.
     """
     jobs: dict[str, Job] = {}
+    # alone it shares its cut with no other
     if list(methods) != [config.method]:
         job = build_for_planning(move_to_emulator(switch_method(config, config.method, steps)))
         # stages that divide modules cannot be given to the other methods by names
         if not job.partition.spread:
             jobs[config.method] = job
+            # by names, which do not change as a measured or planned cut would; one stage has none
             config = config.model_copy(update={"stages": job.partition.begin_names() or 1})
     boundaries = config.stages if isinstance(config.stages, list) else []
     configs = {name: switch_method(config, name, steps, boundaries) for name in methods}
@@ -183,15 +186,18 @@ def switch_method(
     # two updates at least, because the first is not timed
     changes: dict[str, Any] = {"steps": max(steps, 2)}
     if name != config.method:
+        # settings of the config's method, such as two stages a device, would refuse this one
         changes.update(choose_method_settings(config, name), method=name)
         method_args = changes["method_args"]
         structure = resolve_method(name).structure
         if structure is not None:
+            # blocks need no batch to fill a pipeline (Laskin et al. 2020, section 6)
             changes["steps"] *= config.gradient_accumulation
             changes["gradient_accumulation"] = 1
             # so that the warm-up is of as many samples
             warmup = config.lr_schedule.warmup_steps * config.gradient_accumulation
             changes["lr_schedule"] = config.lr_schedule.model_copy(update={"warmup_steps": warmup})
+            # the cut that the pipelines have, so that methods differ by nothing else
             if structure.blocks is not None and boundaries:
                 method_args["blocks"] = list(boundaries)
         changes["method_args"] = type(config.method_args).model_validate(method_args)
@@ -207,6 +213,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
 
     Raise `RunFault` if one of them fails, with its message.
     """
+    # under torchrun this process is one of those that train
     if config.backend.facts.emulates or is_distributed():
         return train(config, out, overwrite=overwrite, quiet=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -236,6 +243,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
         ]
         # the processes get the same import path and one core each
         path = os.pathsep.join(map(os.path.abspath, sys.path))
+        # the user's own number of threads wins, the path does not
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
         finished = subprocess.run(
             command,
@@ -250,6 +258,7 @@ def run_turn(config: Config, out: Path, processes: int, overwrite: bool = False)
     summary = read_summary(out)
     if finished.returncode or summary is None:
         lines = finished.stderr.splitlines()
+        # the run's own lines; torchrun adds many about its agent
         errors = [line[len(ERROR) :] for line in lines if line.startswith(ERROR)]
         reason = "; ".join(errors) or describe_end(finished.stderr)
         reason = reason or f"exit code {finished.returncode}"
@@ -272,6 +281,7 @@ def _describe_throughput(
     """
 
     def compute_median(key: str, runs: Sequence[Mapping[str, Any]] = runs) -> float | None:
+        # the emulator measures no busy share, and processes model none
         values = [run[key] for run in runs if run.get(key) is not None]
         return statistics.median(values) if values else None
 
@@ -362,6 +372,7 @@ def _describe_communication(job: Job, run: Mapping[str, Any] | None) -> dict[str
     for link in itertools.chain(*links.values()):
         devices[job.placement[link["dst"]]]["received_bytes"] += link["bytes_per_microbatch"]
         devices[job.placement[link["src"]]]["transmitted_bytes"] += link["bytes_per_microbatch"]
+    # only methods with local losses have any
     if not links["shared_layer_links"]:
         del links["shared_layer_links"]
     return {**links, "devices": list(devices.values())}

@@ -84,6 +84,7 @@ def open_workers(
             there.close()
         yield lambda numbers: _share(processes, jobs, numbers, describe)
     finally:
+        # all are told before the first one is waited for
         for process in processes.values():
             process.terminate()
         for process in processes.values():
@@ -106,6 +107,7 @@ def _share(
             idle.pop().send(number)
         if not running:
             return
+        # whichever ends first, so that no process waits for the result of another
         for connection in wait(list(running)):
             assert isinstance(connection, Connection)
             job = jobs[running.pop(connection)]
@@ -118,6 +120,7 @@ def _share(
                 why = f"its process ended with exit code {process.exitcode}"
                 raise RunFault(f"compare: {describe(job)}: {why}") from None
             if isinstance(outcome, Failure):
+                # pickling has dropped the traceback, so its text is the cause
                 raise outcome.error from RunFault(f"{describe(job)}\n{outcome.text}")
             idle.append(connection)
             yield job, outcome
@@ -132,6 +135,7 @@ def _work(
         end.close()
     # Ctrl-C reaches every process of a terminal; the parent ends the others
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # a handler of the caller's, which the fork copies, might not end this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.suppress(EOFError, OSError):
         while True:

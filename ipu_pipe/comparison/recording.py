@@ -43,6 +43,7 @@ class RecordedPipeline(Pipeline):
                 f"backend: {self._config.backend.name}: unsupported: a comparison drives one "
                 f"process: must be emulator, which computes the same weights"
             )
+        # not in the optimizer's rates, which the loop's scheduler sets anew
         self._handle.rate_factor = rate_factor
         self._stage_times = stage_times
         self._costs: Costs | None = None
@@ -153,6 +154,7 @@ def _translate_clip(arguments: dict[str, Any], stages: int | None) -> str:
     Return a sentence on it, "" if nothing was changed.
     """
     clip: Any = arguments.get("clip")
+    # a number alone means all gradients together
     is_pair = isinstance(clip, (tuple, list)) and list(clip[1:]) == ["global"]
     norm: Any = clip[0] if is_pair else clip
     is_global = isinstance(norm, (int, float))
@@ -201,6 +203,7 @@ def train_once(
     training = maker.pipe.complete_record()
     training.diverged = diverged
     try:
+        # there and back, so that a training from the folder equals one from here
         training.returned = json.loads(json.dumps(returned, default=_convert))
     except (TypeError, ValueError):
         # such as a dictionary by tuples

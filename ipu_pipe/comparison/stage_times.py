@@ -63,6 +63,7 @@ class StageTimes:
             raise BadInput(f"method: {job.method.name}: {why}")
         if self.hardware is not None:
             config = job.config.model_copy(update={"hardware": self.hardware})
+            # the training itself has no hardware: its stages must not be planned for it
             return predict_config_cut(replace(job, config=config)).prediction.costs
         if self.reference is None:
             began = time.perf_counter()
@@ -151,6 +152,7 @@ def _scale(reference: Reference, job: Job) -> Costs:
     def scale(
         seconds: Sequence[float], before: Sequence[float], flops: Sequence[float]
     ) -> FloatArray:
+        # (stages of the job,): measured stages that make one of its own are added up
         flops_before = np.bincount(stage_of, before)
         shares = np.full(len(flops), by_samples)
         np.divide(flops, flops_before, out=shares, where=flops_before > 0)
@@ -159,6 +161,7 @@ def _scale(reference: Reference, job: Job) -> Costs:
     forward_flops, backward_flops = _count_flops(job)
     forward = scale(reference.forward, reference.flops[0], forward_flops)
     backward = scale(reference.backward, reference.flops[1], backward_flops)
+    # a backward runs the forward once more
     if job.config.recomputes or job.method.segments is not None:
         backward = backward + forward
     # not scaled: an update takes as long for any microbatch

@@ -50,6 +50,7 @@ class Training:
             last = values[-1] if values else math.inf
             values.append(last if loss is None else loss)
         width = max(1, round(WINDOW * len(values)))
+        # a window needs so many losses
         before = [math.inf] * (width - 1)
         means = np.convolve(values, np.ones(width) / width, "valid").tolist() if values else []
         # one more value, which makes the last one, `final`, infinite
@@ -101,6 +102,7 @@ class MethodRow:
         """Return the multiple of the loop's rate with the least mean final loss, the smallest if
         all diverged.
         """
+        # sorted: min takes the first of equal ones, such as infinite losses
         return min(sorted(self.trainings), key=self.compute_final)
 
     @property

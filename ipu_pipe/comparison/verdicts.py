@@ -50,6 +50,7 @@ class Estimate(NamedTuple):
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of values, one a seed, with its interval."""
     mean = statistics.fmean(values)
+    # a deviation needs two values, and infinite ones have none
     if len(values) < 2 or not math.isfinite(mean):
         return Estimate(mean, None)
     error = statistics.stdev(values) / math.sqrt(len(values))
@@ -133,6 +134,7 @@ def _judge_share(sentence: str, share: Estimate, spread: float) -> Verdict:
     sentence = f"{sentence} in {share} of its predicted time"
     if share.half is None:
         return Verdict(f"{sentence} with one seed: whether it is sooner {CANNOT}.", share)
+    # the spread is one of the times, and so of their quotient in proportion
     if abs(share.mean - 1) <= share.half + spread * share.mean:
         return Verdict(f"{sentence}: whether it is sooner {CANNOT}.", share)
     return Verdict(f"{sentence}.", share, share.mean < 1)

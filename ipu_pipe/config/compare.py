@@ -77,6 +77,7 @@ def choose_method_settings(config: Config, name: str) -> dict[str, Any]:
     if name == config.method:
         args = config.method_args.model_dump(exclude_none=True)
         return {"method_args": args, "stages_per_device": config.stages_per_device}
+    # every method with blocks can have the same heads, so that the comparison is of the methods
     keys = {"head"} if METHODS[name].structure is not None else set()
     args = config.method_args.model_dump(include=keys, exclude_none=True)
     return {"method_args": args, "stages_per_device": None}
@@ -96,6 +97,7 @@ def keep_recorded_choices(old: Config, new: Config) -> Config:
     if is_same_method and len(new.optimizer.members) == len(old.optimizer.members):
         rates = [one.lr for one in old.optimizer.members]
         changes["optimizer"] = new.optimizer.fill_rates(rates)
+    # by whether it is set: its default is also a value that a user may ask for
     if "micro_batch_size" not in new.model_fields_set:
         changes["micro_batch_size"] = old.micro_batch_size
     # resolved stages are names; a single stage has none to name
@@ -113,6 +115,7 @@ def _keeps_stages(old: Config, new: Config) -> bool:
     """Return whether a run of `new` would choose its stages again, and has those of `old` to choose
     from.
     """
+    # the first stage begins with the model and has no name
     old_count = len(old.stages) + 1 if isinstance(old.stages, list) else 1
     by = new.stages.get("by") if isinstance(new.stages, dict) else new.stages
     if by in ("time", "hardware") and new.stages["count"] != old_count:
@@ -147,6 +150,7 @@ def select_deciding(resolved: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in flatten(dict(resolved)).items()
         if find_role(key, method) is Role.DECIDES
     }
+    # tuples become lists, as in the manifest that these are compared with
     return dict(json.loads(json.dumps(values)))
 
 
@@ -197,6 +201,7 @@ def classify_changes(old: Config, new: Config) -> Changes:
         if key.startswith(DESCRIBED_LATER):
             continue
         change = f"{key}: {show_in_config(before)} -> {show_in_config(after)}"
+        # by the old method: that of `new` is a fault itself if it differs
         role = find_role(key, old.method)
         shrinks = isinstance(before, int) and isinstance(after, int) and after < before
         if role is Role.GROWS and not shrinks:

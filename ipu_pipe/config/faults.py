@@ -14,6 +14,7 @@ from ipu_pipe.config.values import DEVICES
 from ipu_pipe.refusals import Words, name_key, show_value
 from ipu_pipe.text import find_nearest, list_some, show, suggest
 
+# a file of thousands of wrong keys has a fault for each
 MOST_FAULTS = 50
 # the origin of the keys that Python gives
 CALL = "configure"
@@ -70,10 +71,12 @@ def format_faults(
         key = ".".join(parts)
         kind = detail["type"]
         value = "missing" if kind == "missing" else show_value(detail["input"])
+        # pydantic puts the first before a ValueError of ours; the second begins its own messages
         message = detail["msg"].replace("Value error, ", "").replace("Input should be", "must be")
         if kind == "extra_forbidden":
             section = _find_section(parts[:-1], schema, forms)
             message = f"unknown key{_suggest_key(parts[-1], section)}"
+        # a value in the place of a section
         elif kind == "model_type":
             section = _find_section(parts, schema, forms)
             fields = {} if section is None else section.model_fields
@@ -82,6 +85,7 @@ def format_faults(
             if "name" in fields and isinstance(detail["input"], str):
                 message += f"; did you mean {key}.{_choose_field(value, fields)}={value}?"
         elif kind == "literal_error":
+            # pydantic's message quotes each value of a Literal
             message += suggest(detail["input"], re.findall("'(.*?)'", message))
         origin = name_origin(key, origins, default_origin)
         faults.append(f"{origin}{name_key(show(key))}: {value}: {message}")
@@ -93,6 +97,7 @@ def name_origin(key: str, origins: Mapping[str, str], default: str) -> str:
     """Return the beginning of a fault: the file or option that `key`, or its section, came from,
     `default` if it is not known. A caller of `Pipeline` has not called `configure` and reads none.
     """
+    # a fault may be at a key that nobody wrote: the section around it has an origin
     while key and key not in origins:
         key = key.rpartition(".")[0]
     origin = origins.get(key, default) or default
@@ -108,6 +113,7 @@ def find_key(word: str, schema: Schema) -> str:
     fields = schema.model_fields
     key = word.lower().replace("-", "_")
     alias = KEYS_ALSO_CALLED.get(key, "")
+    # an option, not a key: --out DIR
     if alias.startswith("--") or alias.partition(".")[0] in fields:
         return alias
     if word.partition(".")[0] in fields:

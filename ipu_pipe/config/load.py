@@ -86,6 +86,7 @@ class _Loader(yaml.SafeLoader):
     def flatten_mapping(self, node: Any) -> None:
         seen = set()
         for key, _ in node.value:
+            # with the tag: 1 and "1" are two keys
             name = (key.tag, str(key.value))
             if name in seen and key.tag != f"{_TAG}merge":
                 problem = f"{show(key.value)}: the key appears twice"
@@ -104,9 +105,11 @@ class _Dumper(yaml.SafeDumper):
     """
 
 
+# SafeLoader's are those of YAML 1.1, where no and on are bools and 1e-3 is text
 _Loader.yaml_implicit_resolvers = {}
 for _name, (_form, _first) in _SCALARS.items():
     for _class in (_Loader, _Dumper):
+        # PyYAML looks resolvers up by the first character; $ would also fit before a line break
         _class.add_implicit_resolver(f"{_TAG}{_name}", re.compile(rf"^(?:{_form})\Z"), list(_first))
 _Loader.yaml_constructors = {
     f"{_TAG}{name}": constructor
@@ -133,6 +136,7 @@ def parse_yaml(text: str, source: str, level: int = 0) -> Any:
     try:
         parsed = _Loader(text).get_single_data()  # type: ignore[no-untyped-call]
     except yaml.YAMLError as error:
+        # a ReaderError, such as of a control character, has a position instead
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else text.count("\n", 0, getattr(error, "position", 0)) + 1
         raise BadInput(
@@ -145,6 +149,7 @@ def parse_yaml(text: str, source: str, level: int = 0) -> Any:
         raise BadInput(f"{source}: {_TOO_LARGE}") from None
     # the repeated values of an alias count again
     count = 0
+    # a stack, which ends at a bound where an alias contains itself
     unvisited = [(parsed, level)]
     while unvisited:
         value, level = unvisited.pop()
@@ -244,6 +249,7 @@ def _suggest_file(path: Path) -> str:
     """Return the end of a fault that names the nearest file beside a missing one, or the nearest
     example config.
     """
+    # by the last part, as a user may forget the folder
     files = {Path(name).name: name for name in list_configs()}
     # such as a name that is too long
     with suppress(OSError, ValueError):
@@ -300,9 +306,11 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
     origins: Origins = {}
     raw: Dict[str, Any] = {}
     for file, keys in _read_layers(find_config(str(path))):
+        # one layer after the other: a file may also replace what it extends
         layer: Origins = {}
         note_origin(keys, "", str(file), layer)
         raw = _leave_out_replaced(raw, merge_keys(raw, keys), layer, origins)
+    # all options are one layer: their order does not matter to what they replace
     changed = dict(raw)
     layer = {}
     faults = [
@@ -363,9 +371,11 @@ def _find_replaced(
             if is_name
             else f"{section}.groups is given"
         )
+        # without one misfit the section may show the next
         while True:
             has_groups = is_name and settings.get("groups")
             misfit = "groups" if has_groups else _find_misfit(schema, settings)
+            # none, or one that the layer asks for itself: validation refuses that
             if misfit not in settings or f"{section}.{misfit}" in layer:
                 break
             yield (section, misfit), why
@@ -389,6 +399,7 @@ def _find_misfit(schema: Type[Section], settings: Mapping[str, Any]) -> str:
         schema.model_validate(settings)
     except ValidationError as error:
         detail = error.errors()[0]
+        # `key_fault` makes this type; other faults are of a value, which leaving out would hide
         return str(detail["loc"][0]) if detail["type"] == "setting" else ""
     return ""
 
@@ -412,6 +423,7 @@ def configure(**keys: Any) -> Config:
 
     Raise `BadInput` with every fault found.
     """
+    # the two keys without defaults
     raw = {"model": {"entry": GIVEN}, "data": {"name": GIVEN}, **keys}
     return _validate(raw, {}, CALL, [])
 

@@ -103,6 +103,7 @@ class BackendConfig(Section):
     @classmethod
     def _validate_ipu(cls, value: Any, info: ValidationInfo) -> Any:
         """Validate the section of poptorch, whose keys have defaults if the config has none."""
+        # info.data has the fields above that were valid: no name if that was refused
         if value is None and info.data.get("name") == "poptorch":
             value = {}
         if value is None or isinstance(value, Section):
@@ -114,6 +115,7 @@ class BackendConfig(Section):
             f"belongs to {Argument('backend')} poptorch, not {self.name}: "
             f"{Words('leave it out', 'set backend.ipu=null')}"
         )
+        # "given": the whole section would hide the reason
         yield Case(self.ipu is not None and self.name != "poptorch", "ipu", why, "given")
         why = f"belongs to {Argument('backend')} xla, not {self.name}: leave it out"
         is_other = not self.facts.counts_devices
@@ -203,6 +205,7 @@ class Config(Section):
     epochs: Updates = 1
     steps: Optional[Updates] = None
     evaluate: sections.EvaluateConfig = sections.EvaluateConfig()
+    # pydantic copies such a default for each config
     metrics: Entries = ["accuracy"]
     callbacks: Entries = []
     early_stopping: Optional[sections.EarlyStoppingConfig] = None
@@ -245,6 +248,7 @@ class Config(Section):
     def _validate_hardware(cls, value: Any) -> Any:
         """Validate a mapping of a file's keys. A name or file is read with the config."""
         if isinstance(value, Mapping):
+            # only a file must have a name
             import_outer("hardware").model_validate({"name": "given", **value})
         return value
 
@@ -265,6 +269,7 @@ class Config(Section):
         )
         is_in_bits = self.precision in ("16.16", "16.32", "32.32")
         yield Case(is_in_bits and not self.backend.facts.has_precision_in_bits, "precision", why)
+        # a config of a run whose optimizer was passed from Python, given to a command
         is_missing = self.optimizer.name == sections.GIVEN and (
             self.given is None or self.given.optimizer is None
         )

@@ -93,6 +93,7 @@ def is_entry(value: Any, within: str) -> bool:
     """
     if not isinstance(value, str):
         return False
+    # one name of the module: a further dot would lead into another one
     return ":" in value or (value.startswith(within) and value[len(within) :].isidentifier())
 
 
@@ -102,6 +103,7 @@ def is_by_stage(values: Any) -> bool:
         return isinstance(values, list) and bool(values)
     if not {"from", "to"} <= set(values) <= {"from", "to", "over"}:
         return False
+    # each end may have several numbers, as betas do
     first, last = (
         end if isinstance(end, list) else [end] for end in (values["from"], values["to"])
     )
@@ -130,6 +132,7 @@ class DataConfig(Section):
     samples, drawn by the seed, that are held out for evaluations.
     """
 
+    # the arguments of a data set, which other sections refuse as unknown keys
     model_config = ConfigDict(extra="allow")
 
     name: str
@@ -179,6 +182,7 @@ class OptimizerSettings(Section):
     @field_validator("name", mode="before")
     @classmethod
     def _validate_name(cls, value: Any) -> Any:
+        # no optimizers of torch's: a run writes the first, `_name_groups` the second
         if value in (GIVEN, GROUPS):
             return value
         return validate_name(value, tuple(SETTINGS), OPTIMIZERS, OPTIMIZER_CLASSES)
@@ -227,6 +231,7 @@ class OptimizerGroup(OptimizerSettings):
     ndim: Optional[Whole] = None
 
     def list_cases(self) -> Iterator[Case]:
+        # first: the checks of other settings do not look at such names
         is_optimizer = self.name not in (GIVEN, GROUPS)
         yield Case(not is_optimizer, "name", "must be the name of an optimizer")
         yield from super().list_cases()
@@ -265,6 +270,7 @@ class OptimizerConfig(OptimizerSettings):
             and value.get("groups")
             and value.get("name") in (None, GROUPS)
         ):
+            # either of the two says it; a config that a run wrote has both
             return {**value, "name": GROUPS}
         return value
 
@@ -307,6 +313,7 @@ class OptimizerConfig(OptimizerSettings):
         """Return the same optimizers with their learning rates times `factor`. Rates that are not
         given keep their defaults.
         """
+        # None stays None: a default of torch.optim is not known here
         return self._with_rates(one.lr and one.lr * factor for one in self.members)
 
     def _with_rates(self, rates: Iterable[Optional[float]]) -> "OptimizerConfig":
@@ -413,6 +420,7 @@ class EvaluateConfig(Section):
         if self.steps is not None:
             return self.steps
         return (
+            # at least 1: a small share of a short epoch is no update at all, and 0 means never
             max(1, round(self.every * updates_per_epoch)) if self.every and updates_per_epoch else 0
         )
 
@@ -456,6 +464,7 @@ class TraceConfig(Section):
 
     def updates(self, accumulate: int) -> range:
         """Return the traced updates, for `accumulate` microbatches per update."""
+        # at least one update, however many microbatches it has
         end = (
             self.begin + max(TRACED // accumulate, 1) * self.every if self.end is None else self.end
         )
@@ -475,6 +484,7 @@ class LogConfig(Section):
     @field_validator("trace", mode="before")
     @classmethod
     def _convert_bool(cls, value: Any) -> Any:
+        # `trace: true` means the section's defaults
         if isinstance(value, bool):
             return {} if value else None
         return value
@@ -598,6 +608,7 @@ class Hogwild(Section):
         Union[None, NotNegative, NonEmpty[NotNegative]],
         say_allowed(f"{NONE}, a number >= 0, or a list of such, one per stage"),
     ] = None
+    # an exponential draw has no bound of its own, and each delay keeps a version
     max: Delayed
 
 

@@ -60,6 +60,7 @@ def to_number(value: Any) -> Optional[float]:
     bools included.
     """
     try:
+        # float(True) is 1.0
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
         return None
@@ -115,6 +116,7 @@ def validate_device(value: Any) -> Any:
 
 def key_fault(key: str, value: Any, why: str) -> ValidationError:
     """Return the fault of one key in a section whose keys do not fit together."""
+    # not as the template itself, in which braces are placeholders: `set {name: sgd}`
     fault = PydanticCustomError("setting", "{why}", {"why": why})
     detail: InitErrorDetails = {"type": fault, "loc": (key,), "input": value}
     return ValidationError.from_exception_data(key, [detail])

@@ -35,6 +35,7 @@ def build_memory_record(job: Job, measured: Report) -> dict[str, Any]:
     planned = plan_memory(job, measured.optimizer_bytes)
     peaks = {} if measured.peak_memory is None else {"peak_memory": measured.peak_memory}
     if measured.links is None:
+        # the emulator holds the versions of all stages in one process
         version_bytes = sum(measured.version_bytes) if job.config.backend.facts.emulates else None
         return {**planned, "emulator_bytes": version_bytes, **peaks}
     rows = [
@@ -72,6 +73,7 @@ def _build_device_memory(
         and job.method.segments is None
         and len(set(job.placement)) < len(table)
     ):
+        # a whole backward frees all that its forward keeps
         share = 1.0 if order is None else order.weight_share
         peaks = job.schedule.peak_activations(share, job.footprint.saved_bytes, job.placement)
     else:
@@ -143,6 +145,7 @@ def build_memory_table(
             frozen=frozen + frozen_copies,
             gradients=trained[s] + shared[s] + tied,
             optimizer=(moments[s] + max_moments * shared[s]) * copies_of_state + masters[s],
+            # what rules keep, the average of `ema`, and an outer optimizer's weights and velocity
             accumulators=(
                 len(job.rules.list_entries(s)) + (job.rules.decay is not None) + copies_of_outer
             )
@@ -203,6 +206,7 @@ def _count_shared_layer_bytes(job: Job) -> list[int]:
     blocks = get_blocks(job.model)
     if blocks is None or not blocks.overlap:
         return [0] * len(job.partition)
+    # the first stage has none before it
     return [0, *(count_bytes(list(piece.parameters())) for piece in blocks.pieces[:-1])]
 
 

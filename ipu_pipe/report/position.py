@@ -54,6 +54,7 @@ class Position:
         if value is None or not self.update:
             return
         sign = 1 if prefers_greater(name.partition("_")[2]) else -1
+        # of equal evaluations the first one stays the best
         if self.best_value is None or sign * value > sign * self.best_value:
             self.best_value = value
             self.best_step = self.update
@@ -118,6 +119,7 @@ class LossTrend:
             self._sums.append(0.0)
             self._squares.append(0.0)
         self._update_count += 1
+        # an update without weight exceeds no limit
         if loss is None:
             self._bounded = self._update_count
         if loss is None or not math.isfinite(loss):
@@ -146,6 +148,7 @@ class LossTrend:
         diverged_after = self.find_divergence()
         if diverged_after is not None:
             return f"the run {describe_divergence(diverged_after)}"
+        # only whole ones, of finite losses alone
         tenths = [i for i, count in enumerate(self._counts) if count == self._size]
         knows_start = self._first is not None and tenths[:1] == [0]
         if not knows_start or self._update_count < LEAST_UPDATES or len(tenths) < 3:
@@ -153,6 +156,7 @@ class LossTrend:
         assert self._first is not None
         means = [self._sums[i] / self._size for i in tenths]
         spread = sum(self._squares[i] - self._size * mean * mean for i, mean in zip(tenths, means))
+        # rounding may leave a spread of equal losses below 0
         deviation = math.sqrt(max(spread, 0.0) / (len(tenths) * max(self._size - 1, 1)))
         least = min(means[1:])
         fell_by_tenth = means[0] - least > STANDARD_ERRORS * deviation * math.sqrt(2 / self._size)

@@ -43,6 +43,7 @@ def describe_start(data: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the record of a start that begins now; unknown values are None. `data`: the result of
     `fingerprint_data`.
     """
+    # looked up: importing it for its version would take seconds
     jax = sys.modules.get("jax")
     return {
         "begun": get_timestamp(),
@@ -76,6 +77,7 @@ def find_commit(folder: Path) -> dict[str, Any] | None:
     """
     questions = ("--show-toplevel", "HEAD", "--git-path", "objects", "--git-path", "index")
     try:
+        # rev-parse runs no program that the repository names
         repository, commit, objects, index = _ask_git(folder, "rev-parse", *questions).splitlines()
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
@@ -97,7 +99,9 @@ def _has_changes(repository: Path, commit: str, objects: Path, index: Path) -> b
     submodules are not compared: each submodule has a config, too.
     """
     listed = _ask_git(repository, "config", "--list", "-z").split("\0")
+    # -z ends each entry by a NUL, as a value may have line breaks
     settings = dict(entry.partition("\n")[::2] for entry in listed)
+    # version 1, because git reads extensions only from it on
     config = ["[core]", "repositoryformatversion = 1"]
     for section, name in _GIT_SETTINGS:
         value = settings.get(f"{section}.{name}", "")
@@ -105,6 +109,7 @@ def _has_changes(repository: Path, commit: str, objects: Path, index: Path) -> b
         if re.fullmatch(r"\w+", value, re.ASCII):
             config += [f"[{section}]", f"{name} = {value}"]
     with tempfile.TemporaryDirectory() as git_folder:
+        # git takes a folder for a repository if it has HEAD and refs
         (Path(git_folder) / "refs").mkdir()
         (Path(git_folder) / "HEAD").write_text(f"{commit}\n", encoding="ascii")
         (Path(git_folder) / "config").write_text("\n".join(config) + "\n", encoding="ascii")
@@ -165,6 +170,7 @@ def _find_cpu() -> str | None:
     named = (
         line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")
     )
+    # a system without /proc may say it another way
     return next(named, platform.processor() or None)
 
 
@@ -226,6 +232,7 @@ def compare_data(
         else:
             compare(f"{name}: its size", then.get("bytes"), today.get("bytes"))
     names = [_as_mapping(record.get("file_names")).get("sha256") for record in (before, now)]
+    # a file that is missing or new has been named above
     if not faults:
         compare("the SHA-256 of the names of its files", *names)
     if not faults and before.get("sha256") != now.get("sha256") and _is_repeatable(job, now):

@@ -108,6 +108,7 @@ def describe_left_out(job: Job) -> list[str]:
         return []
     size = job.config.micro_batch_size
     batch = job.global_batch_size
+    # a source that tells its samples also counts those that fill no microbatch
     samples = getattr(job.data, "train_samples", None) or size * (
         job.data.train_batches_per_epoch(size) or 0
     )
@@ -214,6 +215,7 @@ def _format_stage_table(job: Job, table: Sequence[Mapping[str, int]]) -> list[st
     if len(rows) <= SHOWN_STAGES:
         return lines
     half = SHOWN_STAGES // 2
+    # 1: the head
     return [*lines[: 1 + half], "  ...", *lines[-half:]]
 
 
@@ -283,6 +285,7 @@ def format_closing(
         "  files:",
         f"    {folder / 'summary.json'}   all figures",
     ]
+    # by the folder: a run may trace nothing, or save nothing
     if (folder / "trace.json.gz").is_file():
         lines.append(
             f"    {folder / 'trace.json.gz'}  timeline of each device: open it in ui.perfetto.dev"
@@ -293,6 +296,7 @@ def format_closing(
     if (folder / "checkpoints").is_dir():
         lines.append(f"    {folder / 'checkpoints'}    weights")
     if report["stopped"] is not None:
+        # below the first line, before the figures, which are those of a shorter run
         lines.insert(
             2,
             f"  ended after {report['steps']} of {report['planned_steps']} updates: "
@@ -326,7 +330,9 @@ def format_closing(
 
 def _format_tests(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
     """Format the test loss and the known metrics, before and after training."""
+    # of the last evaluation: metrics may have come after the run's first start
     names = [name for name in last if name.startswith("test_") and name != "test_loss"]
+    # accuracy is in the record also where it is not asked for
     known = [(name, 3) for name in names if first.get(name) is not None or last[name] is not None]
     held_out = last.get("validation_loss")
     validated = [] if held_out is None else [f"validation loss {format_number(held_out, 4)}"]
@@ -344,8 +350,10 @@ def format_busy(report: Mapping[str, Any]) -> str:
     """Format the share of the devices' time in passes and updates, from a summary, each figure with
     its origin.
     """
+    # a summary of an earlier version has none
     spread = report.get("modelled_spread")
     repeat = "" if spread is None else f", which repeat within {spread:.1%}"
+    # in the order of trust: what devices showed, what was simulated, what was only planned
     origins = {
         "utilization": "measured on the devices",
         "modelled_utilization": f"modelled (the schedule with the stages' measured passes{repeat})",

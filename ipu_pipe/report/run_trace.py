@@ -138,6 +138,7 @@ def _build_actions(played: _PlayedSchedule, kind: Kind, s: int) -> tuple[Events,
     if kind is Kind.UPDATE:
         version = index + 1
     else:
+        # False and True are the places of forwards and backwards
         version = played.versions[kind is not Kind.FORWARD][s, : len(index)]
     is_whole = played.is_whole_backward(kind, s)
     actions = Events.from_columns(
@@ -188,6 +189,7 @@ def _find_inputs(played: _PlayedSchedule, kind: Kind, s: int) -> IntArray:
     """
     devices = played.device_of_stage
     inputs = np.full((3, played.start[kind].shape[1]), -1, np.int64)
+    # its gradients are of its own stage's backwards
     if kind is Kind.UPDATE:
         return inputs
     for need in get_pass_needs(kind, local=not played.gradients_cross):
@@ -215,11 +217,13 @@ def _find_waits(actions: Events, inputs: IntArray) -> Events:
     order = _get_order(actions)
     actions = actions.select(order)
     inputs = inputs[:, order]
+    # when the device is through with all before each action
     free = np.concatenate([[0], np.maximum.accumulate(actions.end)[:-1]])
     gap = actions.start > free
     actions = actions.select(gap)
     inputs = inputs[:, gap]
     free = free[gap]
+    # an input that was there before the gap is not what the device waits for
     came_late = inputs[ARRIVAL] > free
     return Events.from_columns(
         len(free),
@@ -315,6 +319,7 @@ def write_measured_trace(job: Job, path: Path, measured: Report) -> None:
     counters = measured.counters
     assert events is not None
     begin = int(events.start.min()) if len(events.start) else 0
+    # viewers hold microseconds as floats, which are exact only near 0
     events = events._replace(start=events.start - begin, end=events.end - begin)
     events = events.select(np.argsort(events.start, kind="stable"))
     counters = (
@@ -336,6 +341,7 @@ def write_modelled_trace(job: Job, folder: Path, costs: StageCosts) -> None:
     """
     schedule = job.schedule
     batch = job.schedule.accumulate
+    # the clock plays from the start, as a later update depends on all before it
     count = min(schedule.microbatches, job.traced_updates.stop * batch)
     metadata = {**make_trace_metadata(job), "modelled": True, "why_modelled": costs.origin}
     if costs.spread is not None:
@@ -343,6 +349,7 @@ def write_modelled_trace(job: Job, folder: Path, costs: StageCosts) -> None:
     events, counters = build_modelled_events(
         clock(schedule, costs.costs, count, job.placement),
         (job.table.forward(0, count), job.table.backward(0, count)),
+        # costs are in seconds
         unit_ns=1e9,
         device_of_stage=job.placement,
         boundary_bytes=job.footprint.boundary_bytes,
@@ -375,6 +382,7 @@ def choose_stage_costs(job: Job, seconds: StageSeconds | None, position: Positio
         )
     reason = f", since {seconds.how}" if seconds is not None and not seconds.forward else ""
     forward = list(job.footprint.forward_flops)
+    # where backwards were not counted
     backward = list(job.footprint.backward_flops or [BACKWARD * flops for flops in forward])
     total = sum(forward) + sum(backward)
     # a model of operations without FLOPs: all stages count as equal
@@ -383,6 +391,7 @@ def choose_stage_costs(job: Job, seconds: StageSeconds | None, position: Positio
         backward = [1.0] * len(job.partition)
         total = 2.0 * len(job.partition)
     seconds_of_update = position.seconds / position.timed_updates if position.timed_updates else 1.0
+    # the emulator computes the microbatches of all replicas one after another
     scale = seconds_of_update / (job.schedule.accumulate * job.config.replicas) / total
     costs = Costs(
         [scale * f for f in forward],

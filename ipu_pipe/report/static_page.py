@@ -136,12 +136,15 @@ def draw_curves(curves: Sequence[Curve], x_name: str, y_name: str, y_top: float)
 
 
 def _choose_colour(number: int) -> str:
+    # more curves than colours share them
     return f"var(--{INKS[number % len(INKS)]})"
 
 
 def _thin(curve: Curve) -> Curve:
     """Return the finite points of a curve, at most MOST_POINTS of them."""
+    # (4, points): a point is drawn if all four of its numbers are finite
     finite = np.flatnonzero(np.isfinite(np.stack(curve)).all(axis=0))
+    # with the first and the last point
     spaced = np.linspace(0, len(finite) - 1, min(len(finite), MOST_POINTS)).round().astype(int)
     return Curve(*(column[finite[spaced]] for column in curve))
 

@@ -63,6 +63,7 @@ def summarize(
             "global_batch_size": job.global_batch_size,
         },
         "optimizer": job.used.optimizer.model_dump() if job.used.optimizer else None,
+        # groups are those of an optimizer's parameters
         "loss": job.used.loss.model_dump(exclude={"groups"}) if job.used.loss else None,
         "steps": position.update,
         "planned_steps": job.updates,
@@ -116,7 +117,9 @@ def compute_busy_shares(
         job.compute_planned_utilization() if measured.utilization is None else measured.utilization
     )
     span = sum(device.span_ns for device in measured.times or ())
+    # no times where no device has a clock, as on the emulator
     busy = sum(device.busy_ns for device in measured.times or ()) / span if span else None
+    # costs from FLOPs alone say nothing of how long a device is busy
     modelled = (
         compute_modelled_rates(job, costs.costs, costs.spread)
         if costs is not None and costs.are_measured
@@ -140,6 +143,7 @@ def _record_blocks(
     last), and the traffic of gradients of shared layers, which `links` does not contain."""
     if job.method.structure is None:
         return {}
+    # stages that do not train have no head, and come first
     first = len(job.partition) - len(tested)
     blocks = [{"index": first + i, **result.to_record()} for i, result in enumerate(tested)]
     shared = (
@@ -215,6 +219,7 @@ def plan_shared_links(job: Job) -> list[dict[str, int]]:
     blocks = get_blocks(job.model)
     rows = []
     messages = job.schedule.update_count
+    # the next stage's device holds a copy of each piece but the last
     for s, piece in enumerate(blocks.pieces[:-1] if blocks is not None and blocks.overlap else ()):
         size = messages * sum(
             p.numel() * p.element_size() for p in piece.parameters() if p.requires_grad
@@ -229,6 +234,7 @@ def plan_shared_links(job: Job) -> list[dict[str, int]]:
 def _build_link(
     link: tuple[int, int], size: int, messages: int, microbatches: int
 ) -> dict[str, int]:
+    # since the last resumption there may be none
     share = size // max(microbatches, 1)
     return {
         "src": link[0],

@@ -80,6 +80,7 @@ def read_facts(text: str) -> dict[str, Any]:
             name, grid, sizes, element, tile, memory = layout.groups()
             numbers = math.prod(int(n) for n in f"{grid}x{sizes}".split("x") if n)
             width = _WIDTHS.get(tile or element, 4)
+            # a memref of tiles counts tiles
             layouts[name] = (memory, int(numbers * width * (_TILE if tile else 1)))
         elif line.startswith(_MAIN):
             arguments, _, results = line.partition(") -> (")
@@ -89,10 +90,12 @@ def read_facts(text: str) -> dict[str, Any]:
         elif match := _OPERATION.match(line):
             result, count, kind = match.groups()
             if kind == "deallocate":
+                # None: arguments and outputs are not among these
                 live.pop(line.partition("(")[2].partition(")")[0], None)
                 continue
             tensors = measure(line.rpartition("->")[2])
             names = [f"{result}#{i}" for i in range(int(count))] if count else [result]
+            # outputs are counted by themselves
             live.update((n, size) for n, (_, size) in zip(names, tensors) if n not in returned)
             peak = max(peak, sum(live.values()))
             if kind not in _BOOKKEEPING:
@@ -125,6 +128,7 @@ def end_with_parent(parent: int) -> None:
 def main() -> None:
     """Compile the programs whose paths are read, and print a line of JSON for each."""
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    # line by line: the other process waits for each answer
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     # the compiler prints to stdout
     os.dup2(2, 1)

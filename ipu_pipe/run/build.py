@@ -56,6 +56,7 @@ def build(
             objects.describe_in(config), done=done, by_shape=by_shape, **objects._asdict()
         )
         undo.callback(setup.precision.give_back)
+        # counted first: a run that is too long to be planned is refused before its model is cut
         resolved = resolve(setup, objects, count_updates(setup.config, setup.data))
         plan = _plan(resolved, objects, done)
         # only a run that is refused leaves the model as it was
@@ -75,6 +76,7 @@ def _plan(resolved: Resolved, objects: Overrides, done: int) -> PlannedJob:
         resolved,
         length,
         rates,
+        # those are of the config's optimizer, which the given one replaces
         () if objects.optimizer is not None else config.optimizer_faults(),
         find_run_faults(
             config,
@@ -149,6 +151,7 @@ def count_updates(config: Config, data: DataSource) -> Length:
             f"{config.gradient_accumulation} x replicas {replicas}: lower them, micro_batch_size, "
             f"or take more data"
         )
+    # without a length there are steps, or it has been refused
     updates = config.steps if config.steps is not None else config.epochs * (per_epoch or 0)
     planned = "a run is planned before it starts"
     faults: dict[str, Any] = {
@@ -175,6 +178,7 @@ def list_stops(config: Config, length: Length, done: int) -> list[int]:
     """Return the updates after which the pipeline drains: evaluations and checkpoints before the
     end, and `done`, after which the run was resumed, possibly with other intervals.
     """
+    # there the pipeline of the earlier start was empty
     marks: set[int] = {done} if 0 < done < length.updates else set()
     for every in (config.evaluate.interval(length.per_epoch), config.checkpoint_every):
         if every:
@@ -191,6 +195,7 @@ def find_run_faults(
     rounds = method.rounds
     is_plateau = config.lr_schedule.name == "plateau"
     is_sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
+    # every stop is a multiple of it
     interval = 1
     if rounds is not None and rounds.outer is not None:
         interval = rounds.interval(stages)
@@ -231,7 +236,9 @@ def _make_rates(
     base = next((float(group["lr"]) for group in optimizer.param_groups if group["lr"]), 0.0)
     if settings.name == "plateau":
         mode = "max" if prefers_greater(settings.metric or "loss") else "min"
+        # a mode of the user's wins
         plateau = make_plateau(base, {"mode": mode, **(settings.args or {})})
+        # a factor, such as that of a warm-up: the rate itself is the plateau's
         share = make_rate(settings, 1.0, updates, per_epoch, per_call)
         # read anew in each update, since evaluations change it
         return Rates(base, lambda k: get_present_rate(plateau) * share(k), plateau)

@@ -139,6 +139,7 @@ class Callbacks:
     @property
     def watches_updates(self) -> bool:
         """Whether any callback handles the end of an update."""
+        # a hook that nobody overrides must not make each update's loss be read
         return self.watches_gradients or any(
             type(callback).on_step is not Callback.on_step for callback in self.callbacks
         )
@@ -176,6 +177,7 @@ class Callbacks:
 
     def list_best_steps(self) -> List[int]:
         """List the steps whose checkpoints callbacks want to keep (their attribute `best_step`)."""
+        # an attribute of any callback: the base class need not have it
         steps = (getattr(callback, "best_step", None) for callback in self.callbacks)
         return [step for step in steps if isinstance(step, int)]
 
@@ -218,6 +220,7 @@ class Callbacks:
                 (entry for entry in unmatched if entry["name"] == type(callback).__qualname__), None
             )
             if entry is not None:
+                # so that the next callback of this name takes the next entry
                 unmatched.remove(entry)
                 _call(callback, "load", entry["state"])
 
@@ -225,6 +228,7 @@ class Callbacks:
 def _call(callback: Callback, method: str, *args: Any, where: str = "") -> Any:
     try:
         return getattr(callback, method)(*args)
+    # it comes from the user, not from the callback
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -440,6 +444,7 @@ class EarlyStopping(Callback):
                 f"checkpoint: the state of early stopping: {show(state)}: must have "
                 f"{', '.join(numbers)}"
             )
+        # the best value of another metric says nothing
         if state.get("metric") == self.metric:
             self.best = state["best"]
             self.best_step = state["best_step"]

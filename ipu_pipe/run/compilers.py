@@ -91,6 +91,7 @@ def compile_here(lowered: Any) -> CompiledPass:
     begin = time.perf_counter()
     try:
         program = lowered.compile()
+    # that a pass does not fit is an answer, not the end of the command
     except jax.errors.JaxRuntimeError as error:
         return CompiledPass(fault=summarize(error))
     memory = program.memory_analysis()
@@ -144,6 +145,7 @@ def _find_tpus(name: str) -> Topology:
     except ImportError:
         raise BadInput(f"{KEY}: {name}: needs libtpu: pip install 'ipu_pipe[xla-tpu]'") from None
     for key, value in _TPU_ENVIRONMENT.items():
+        # what the user has set stays
         os.environ.setdefault(key, value)
     # jax would look for a TPU
     jax.config.update("jax_platforms", "cpu")
@@ -221,6 +223,7 @@ def _find_blackhole() -> Topology:
     description = f"jax {versions['jax']}, {PLUGIN} {versions[PLUGIN]}"
     return Topology(
         BLACKHOLE,
+        # any number of chips, which only the other process can name
         [None] * MOST_STAGES,
         _BLACKHOLE_BYTES,
         description,
@@ -249,6 +252,7 @@ class BlackholeCompiler:
     def _process(self) -> subprocess.Popen[str]:
         folder = find_environment()
         chip = write_text(self._folder / "chip.yaml", blackhole.CHIP)
+        # not this process's: its PYTHONPATH would lead to another jax
         environment = {
             "HOME": str(folder),
             "PATH": os.environ.get("PATH", ""),
@@ -268,6 +272,7 @@ class BlackholeCompiler:
             text=True,
         )
         assert process.stdout is not None
+        # an empty line says that it has begun
         if not process.stdout.readline():
             raise BadInput(
                 f"{KEY}: {BLACKHOLE}: Tenstorrent's compiler does not start: {self._read_log(0)}"
@@ -289,6 +294,7 @@ class BlackholeCompiler:
         """Compile a lowered program in the other process."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
+        # what comes before is of earlier programs
         begin = len(self._log.read_text(encoding="utf-8", errors="replace"))
         # with the places in the model, by which the log names the operation at fault
         text = lowered.as_text(debug_info=True)
@@ -327,7 +333,9 @@ def compile_or_read(
     ]
     platforms = where.platform and (where.platform,)
     lowered = jax.jit(graph).trace(*shapes).lower(lowering_platforms=platforms)
+    # with what reads the compiler's text: a change of that must not find old figures
     key = f"{where.name} {where.versions} {where.description} {lowered.as_text()}"
+    # the key has the whole text of a program, too long for a name
     file = find_cache() / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     try:
         return CompiledPass(**json.loads(file.read_text(encoding="utf-8")))

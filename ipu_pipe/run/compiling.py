@@ -100,6 +100,7 @@ def compile_config(
         }
     )
     all_graphs = trace_stages(job.model, job.partition.begin_names(), job.example, job.loss)
+    # of all stages at once, before the first one is compiled
     _refuse_missing(all_graphs)
     is_split = job.schedule.passes == SPLIT_PASSES
     stages = []
@@ -142,6 +143,7 @@ def _sum_stage(
     # some compilers pad results alone; an update's results are the next version
     version = max(passes[WEIGHTS].argument, passes[WEIGHTS].output)
     padding = version / weight_bytes if weight_bytes else 1.0
+    # that of the weights only measures them, and never runs
     programs = [one for kind, one in passes.items() if kind != WEIGHTS]
     saved = max(one.output for kind, one in passes.items() if kind in ("forward", "input gradient"))
     needed = state * padding + row["in_flight"] * saved
@@ -213,6 +215,7 @@ def format_stages(job: Job, where: Topology, stages: Sequence[CompiledStage]) ->
 def _judge(device: int, job: Job, where: Topology, stages: Sequence[CompiledStage]) -> str:
     """Return the line that says whether the stages of a device fit in its memory."""
     here = [stage for s, stage in enumerate(stages) if job.placement[s] == device]
+    # the bytes of such a pass are not known, and a sum without them might seem to fit
     if any(one.fault for stage in here for one in stage.passes.values()):
         return f"device {device}: does not fit: a pass does not compile"
     total = sum(stage.needed for stage in here)

@@ -51,6 +51,7 @@ def export(
             f"--to: {to}: exists already: must be a new file that ends in .safetensors, or a new "
             f"folder"
         )
+    # the checkpoint's tensors as they are: no model is built, whose code may be missing here
     if to.suffix == ".safetensors":
         weights = {
             name: value

@@ -125,6 +125,7 @@ class TrainingLoop:
         position = self.position
         if not position.update:
             self.loss_trend = LossTrend(job.updates)
+        # after `restore`: a checkpoint that is refused must leave the folder as it was
         self._write_start()
         self.progress.say(format_opening(job, position.update))
         if self.watches_gradients:
@@ -153,8 +154,10 @@ class TrainingLoop:
         finally:
             if self.run:
                 self.run.close()
+        # every process must know it, as each one loads the weights
         restored = run_on_main(self.callbacks.get_restored_step)
         measured = engine.report()
+        # after the report, for which all ranks meet: the main process writes alone
         engine.disconnect()
         report = run_on_main(lambda: self._write_end(measured, profile, restored))
         if restored is not None:
@@ -315,6 +318,7 @@ class TrainingLoop:
         flow = self.flow
         with self.progress.show_bar(job.updates, flow.given, job.updates_per_epoch) as self.bar:
             while flow.given < self.end:
+                # asked before the step, which drains the pipeline for them
                 evaluates, saves = job.plan_pauses(flow.given + 1)
                 self._step(drains=evaluates or saves)
                 # what is written in the background may be complete by now
@@ -327,6 +331,7 @@ class TrainingLoop:
             if self.end < job.updates:
                 start = time.perf_counter()
                 results = flow.drain()
+                # the updates that the drain completes also took its time
                 self.unread_seconds += time.perf_counter() - start
                 self._record(results)
                 self.moment = replace(self.moment, stopped=self.callbacks.stop_reason)
@@ -373,6 +378,7 @@ class TrainingLoop:
         per_call = self.engine.updates_per_call
         start = time.perf_counter()
         flow.give()
+        # to read a loss is to wait for its device, so it is left where nobody asks
         results = list(flow.take()) if drains or self._needs_results(flow.given) else []
         if drains:
             results += flow.drain()
@@ -400,6 +406,7 @@ class TrainingLoop:
         shows_accuracy = any(metric.name == ACCURACY for metric in job.metrics)
         assert self.bar is not None
         for k, result in results:
+            # where the results are in one process, that one judges them
             if self.engine.has_results:
                 require_finite(job, k, result.losses)
             position.update = k + 1
@@ -443,6 +450,7 @@ class TrainingLoop:
     def _log(self, line: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl and call the callbacks."""
         self.log(**line)
+        # `_complete_metrics` logs nothing where a killed process has written the line
         if self.log is not log_nothing:
             self.moment = replace(self.moment, line=line)
             self._call_back("on_log")
@@ -450,6 +458,7 @@ class TrainingLoop:
     def _call_back(self, method: str) -> None:
         """Call `method` of the user's callbacks, with the whole model if they want it."""
         gathers = self.job.keeps_whole and method in ("on_start", "on_evaluation", "on_checkpoint")
+        # on every process: each has stages of the model, and the main one alone the callbacks
         with self.engine.hold_whole_model() if gathers else contextlib.nullcontext():
             if self.callbacks.callbacks:
                 self.moment = replace(self.moment, model=self.engine.newest_model)
@@ -492,6 +501,7 @@ class TrainingLoop:
         if split == job.watched_split:
             best = f"{split}_{job.config.evaluate.best}"
             position.add_evaluation(best, record.get(best))
+            # the evaluation before training is not one that the rate follows
             if job.plateau is not None and position.update:
                 value = record.get(f"{split}_{job.config.lr_schedule.metric or 'loss'}")
                 if value is not None:

@@ -68,6 +68,7 @@ BASE: dict[str, Any] = {
     "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
     "steps": 4,
     "evaluate": {"every": 0},
+    # in the middle, where a row that resumes goes on
     "checkpoint": {"every": 2},
     "log": {"tensorboard": False},
 }
@@ -162,6 +163,7 @@ IPU_TRIALS = (
         "SGD's velocity is kept times the loss scaling",
         {},
         ROUNDING,
+        # the scaling changes in the middle of the run, and the velocity must with it
         _on_ipu(loss_scaling=[[0, 16], [2, 128]]),
     ),
     Trial(307, "output_mode sum: the same weights", {}, ROUNDING, _on_ipu(output_mode="sum")),
@@ -245,6 +247,7 @@ def describe_machine() -> dict[str, Any]:
 def _measure_clock() -> int:
     """Return the least difference of two readings of the clock of traces, in ns."""
     readings = [time.perf_counter_ns() for _ in range(2000)]
+    # a clock coarser than a reading gives equal ones
     return min(b - a for a, b in zip(readings, readings[1:]) if b > a)
 
 
@@ -279,6 +282,7 @@ def _run(trial: Trial, config: Config, folder: Path) -> dict[str, torch.Tensor]:
     """Train by a trial's config and return the weights of its last checkpoint."""
     train(config, folder, quiet=True)
     if trial.resumes:
+        # a finished run goes on only from an older checkpoint
         train(config, folder, quiet=True, resume_from=config.checkpoint_every)
     return read_weights(find_newest(folder))
 
@@ -291,10 +295,12 @@ def _compare(
         # a weight may be all 0, as a new bias is
         (actual[name].cpu() - weight.cpu()).abs().max() / weight.cpu().abs().max().clamp(min=1e-6)
         for name, weight in expected.items()
+        # BatchNorm's num_batches_tracked is a whole number
         if weight.is_floating_point()
     ]
     # of torch: Python's own max would pass over what is not a number
     worst = float(torch.stack(differences).max())
+    # NaN is at most nothing, and so different
     verdict = EQUAL if worst <= trial.tolerance else DIFFERENT
     detail = f"{worst:.2g} apart, at most {trial.tolerance:g}"
     return Row(trial.number, where, trial.what, verdict, detail)
@@ -336,6 +342,7 @@ def check_machine(say: Callable[[str], None] = lambda text: None) -> dict[str, A
     machine = describe_machine()
     rows = []
     for row in _run_all(machine):
+        # at once: all rows together take minutes
         say(f"{row.number} {row.what}: {row.verdict} ({row.detail})")
         rows.append(row)
     counts = {v: sum(row.verdict == v for row in rows) for v in (EQUAL, DIFFERENT, NOT_RUN)}
@@ -395,6 +402,7 @@ def _train_plainly(trial: Trial) -> dict[str, torch.Tensor]:
     config = configure_trial(trial, {"name": "emulator"})
     model = _make_seeded_model(config)
     data = make_data(config)
+    # those of BASE
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for k in range(config.steps or 0):
         optimizer.zero_grad()
@@ -402,6 +410,7 @@ def _train_plainly(trial: Trial) -> dict[str, torch.Tensor]:
             index = k * config.gradient_accumulation + m
             x, y = data.train_batch(0, index, config.micro_batch_size)
             loss = torch.nn.functional.cross_entropy(model(x), y)
+            # an update's gradient is the mean over its microbatches
             (loss / config.gradient_accumulation).backward()
         optimizer.step()
     return {name: weight.detach() for name, weight in model.state_dict().items()}
@@ -441,6 +450,7 @@ def _train_sharded(config: Config, file: Path) -> None:
         prepare_stage=lambda stage, index: fully_shard(stage, mesh=mesh["data"]),
     ) as pipe:
         for k in range(config.steps or 0):
+            # replicas take turns in the data, as in a run of a config
             numbers = [(k * count + i) * PROCESSES + pipe.replica for i in range(count)]
             pipe.step(
                 microbatches=[data.train_batch(0, m, config.micro_batch_size) for m in numbers]
@@ -454,6 +464,7 @@ def _run_on_processes(where: str, backend: dict[str, Any]) -> Iterator[Row]:
     """Run the trials of processes under torchrun, all in one group, and compare their weights."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        # this module is the program of each rank, too: `run_rank`
         command += ["--nproc_per_node", str(PROCESSES), "-m", __name__, folder, json.dumps(backend)]
         # torchrun would set it too, with a warning
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -526,6 +537,7 @@ def run_rank(folder: str, backend: str) -> None:
             else:
                 _run(trial, config, run)
             if is_main():
+                # a run that failed may have left a checkpoint, too
                 (run / "done").touch()
         leave()
     except Exception as error:
@@ -547,6 +559,7 @@ def run_ipu_trials(ipus: str) -> Iterator[Row]:
     count = int(ipus.split()[-2])
     for trial in IPU_TRIALS:
         backend = merge_keys({"name": "poptorch"}, trial.device_keys.get("backend", {}))
+        # in half precision no run would equal the emulator
         config = configure_trial(trial, backend, "32.32")
         needed = int(config.stages) * config.replicas  # type: ignore[call-overload]
         if needed > count:

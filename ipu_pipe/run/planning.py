@@ -66,6 +66,7 @@ def build_for_planning(config: Config) -> PlannedJob:
     # building a model by its values, which reports all other faults, may take half a minute
     raise_faults(list_counted_shortages(config))
     config, replaced = replace_missing_data(config)
+    # for their methods alone: nothing of the user's is constructed
     called = make_callbacks(config, None, empty=True)
     job = _build_by_shape(config) or build(config)
     require_supported_callbacks(job, called)
@@ -78,6 +79,7 @@ def replace_missing_data(config: Config) -> tuple[Config, str]:
     line that says so, '' if they are there.
     """
     options = config.data.options()
+    # random data have no folder
     folder = find_missing_folder(config.data.name, options.pop("root", None))
     if folder is None:
         return config, ""
@@ -94,6 +96,7 @@ def _build_by_shape(config: Config) -> PlannedJob | None:
     """Build the job on the meta device; return None if it needs values, if it is small, or if it
     has a fault.
     """
+    # a measurement needs values, and so do weights from a file
     times = isinstance(config.stages, dict) and config.stages.get("by") == "time"
     if (
         (config.backend.facts.emulates or config.backend.facts.trains_on)
@@ -185,6 +188,7 @@ def _measure_units(config: Config) -> tuple[nn.Module, CountedUnits, Any, int]:
         largest = samples if isinstance(setup.data, LoaderData) else 2 * samples
         x, y = setup.prepare_batch(setup.data.train_batch(0, 0, largest))
         costed = count_units(setup.model, x, (), setup.loss, y)
+        # of two sizes, by which the planner predicts others
         for size in sorted({max(1, largest // 2), largest}):
             costed = measure_units(
                 costed, setup.model, setup.loss, take_samples(x, size), take_samples(y, size)
@@ -225,6 +229,7 @@ def make_planning_problem(
 ) -> PlanningProblem:
     """Return the planning problem of a config. Raise `BadInput`."""
     wanted_hardware = config.hardware if request.hardware is None else request.hardware
+    # a fault names what the user has written
     key = "hardware" if request.hardware is None else "--hardware"
     devices = request.devices
     if wanted_hardware is None:
@@ -261,6 +266,7 @@ def make_planning_problem(
         config = config.model_copy(
             update={"backend": config.backend.model_copy(update={"threads": machine.threads})}
         )
+    # other methods have no auxiliary heads to be counted
     of_blocks = any(METHODS[name].structure is not None for name in chosen)
     costed, entering, samples, blocks = count_config_units(
         config, is_this if request.measure is None else request.measure, of_blocks

@@ -64,6 +64,7 @@ def predict(
         model.eval()
         for x in _list_inputs(data, batch_size):
             require_tensors(x, "inputs")
+            # whole numbers, such as tokens, stay what they are
             x = map_tensors(
                 lambda t: t.to(like.device, like.dtype if t.is_floating_point() else t.dtype), x
             )

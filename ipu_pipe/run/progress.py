@@ -71,6 +71,7 @@ class Bar:
                 if value is not None
             ]
             self._tested = f", {split} loss {result.loss:.3f}{''.join(metrics)}"
+        # the line of the evaluation is that of the epoch's end, too
         self._ends_epoch = False
         self._update(True)
 
@@ -108,6 +109,7 @@ class Lines:
         self._per_epoch = per_epoch
         self._print_line = print_line
         self._clock = clock
+        # the first line comes after LINE_SECONDS, too: a short run has its closing lines alone
         self._last = clock()
 
     def __call__(self, done: int, text: str, is_milestone: bool) -> None:
@@ -131,6 +133,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print text, unless quiet."""
         if not self._quiet:
+            # a pipe or a file is written block by block, and a killed run would lose its last lines
             print(escape_lines(text), flush=True)
 
     @contextlib.contextmanager
@@ -224,6 +227,7 @@ def open_log(run: RunFolder | None, tensorboard: bool, done: int) -> Iterator[Lo
     def log(**record: Any) -> None:
         run.write_metrics(record)
         for name, number in flatten_line(record).items():
+            # TensorBoard's axis is the step
             if name not in ("step", "epoch"):
                 with guard_writing(folder):
                     writer.add_scalar(name, number, record["step"])

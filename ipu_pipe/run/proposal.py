@@ -52,6 +52,7 @@ def suggest_config(wish: Wish) -> str:
     model = make_model(configure(model={"entry": wish.entry}))
     classes = _count_classes(model, wish.shape)
     marked = sum(getattr(m, "begins_stage", False) for m in model.modules())
+    # each mark begins a stage after the first
     stages = marked + 1 if marked else wish.stages
     if wish.stages is not None and stages != wish.stages:
         why = f"{wish.entry} marks {stages} with begin_stage: must be {stages}, or left out"
@@ -64,6 +65,7 @@ def suggest_config(wish: Wish) -> str:
         *_describe_hardware(wish, problem, prediction.candidate, model),
     ]
     text = "\n".join([*lines, ""])
+    # read back, so that no proposal is handed over which a run would refuse
     configure(**parse_yaml(text, "new"))
     return text
 

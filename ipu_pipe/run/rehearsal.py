@@ -58,13 +58,16 @@ class Rehearsal(NamedTuple):
 def rehearse(config: Config, say: Callable[[str], None] = lambda text: None) -> Rehearsal:
     """Rehearse a config. Raise `BadInput` with all faults that would refuse it on its hardware."""
     config = _choose_hardware(config, say)
+    # shortened: planning takes longer for more updates, and tells the same
     job = build_for_planning(_shorten(config))
+    # first: nothing else is worth its time if the devices refuse the run
     raise_faults(get_backend(job.config).predict_refusals(job))
     cut, unpredicted = None, f"no prediction: {_describe_no_hardware(config)}"
     if config.hardware is not None:
         try:
             cut = predict_config_cut(job)
         except BadInput as error:
+            # the run itself can be tried, too, where it cannot be predicted
             unpredicted = f"no prediction for {config.hardware}: {error.faults[0]}"
     stages = config.stages
     if config.leaves_stages_to_planner:
@@ -138,6 +141,7 @@ def _make_small(config: Config) -> Config:
     """
     config, _ = replace_missing_data(config)
     has_own_data = ":" in config.data.name and config.data.name != ENTRY
+    # by YAML: a config is frozen, and its keys are to be changed
     keys = parse_yaml(dump_config(config), "rehearse")
     stages = config.stages
     count = len(stages) + 1 if isinstance(stages, list) else stages
@@ -148,6 +152,7 @@ def _make_small(config: Config) -> Config:
     replicas = min(config.replicas, REPLICAS)
     accumulate = min(config.gradient_accumulation, max(least, 2))
     enough = 2 * UPDATES * samples * accumulate * replicas
+    # a function of the user's need not take these keys
     if not has_own_data:
         keys["data"].update(subset=enough, test_subset=SAMPLES, validation=None)
     keys.update(
@@ -282,6 +287,7 @@ def _list_changes(cut: ConfigCut) -> Iterator[tuple[Candidate, bool, str]]:
     the change in words."""
     problem = cut.problem
     candidate = cut.prediction.candidate
+    # the least change: stages, replicas and microbatches stay as many
     yield candidate, problem.streamed, "another cut (stages: {count: N, by: hardware})"
     can_stream = problem.hardware.device.streaming_bytes is not None
     if can_stream and not problem.streamed:

@@ -108,6 +108,7 @@ def restore(
         # a checkpoint has the tensors of a loss alone (`join_loss`)
         loss.load_state_dict({**loss.state_dict(), **state.loss})
     callbacks.load(saved.manifest.get("callbacks"))
+    # a copy, of which a key is renamed below
     position = dict(saved.manifest["position"])
     # old checkpoints compare by test loss only
     if "best_loss" in position:
@@ -149,6 +150,7 @@ def check_run(job: PlannedJob, out: Path, saved: Checkpoint) -> None:
             f"{path / checkpoint.MODEL}), or train in a loop of your own, whose "
             f"Pipeline.state_dict() has them"
         )
+    # after the other checks: it reads the data
     faults = compare_data(job, read_data_record(out), job.data_fingerprints or {})
     why = (
         "the data of a run cannot change: restore them, or begin another run (--overwrite, or "
@@ -171,6 +173,7 @@ def _compare_keys(job: PlannedJob, manifest: Mapping[str, Any], path: Path) -> l
     ]
     step = manifest["step"]
     updates = manifest["updates"]
+    # a folder of another name would be resumed at another update
     if path.name != f"step-{step}":
         faults.append(f"step: the checkpoint is of step {step}: rename the folder")
     if manifest["position"]["update"] != step:

@@ -183,6 +183,7 @@ def _iterate_power(
     while done < iterations:
         done += 1
         product = multiply_hessian(v)
+        # the Rayleigh quotient, as v has length 1
         value = _compute_dot(v, product)
         error = sum(float(((h - value * part) ** 2).sum()) for h, part in zip(product, v)) ** 0.5
         residual = error / abs(value) if value else float("inf")
@@ -191,8 +192,10 @@ def _iterate_power(
                 break
             # this is the negative end of the spectrum: continue with the positive one
             shift = min(shift, value)
+        # H - shift I has the same eigenvectors, and its greatest eigenvalue is at the positive end
         product = [h - shift * part for h, part in zip(product, v)]
         length = _compute_dot(product, product) ** 0.5
+        # the product is 0: there is no direction in which to go on
         if not length:
             break
         v = [part / length for part in product]
@@ -217,6 +220,7 @@ def _measure_discrepancy(
         value = compute_loss()
         try:
             for p, part in zip(parameters, v):
+                # by .data: autograd counts changes of p itself, and would refuse the backward
                 p.data.add_(part, alpha=distance)
             gradient = _differentiate(value, parameters)
         finally:
@@ -311,6 +315,7 @@ def analyze_job(
     raise_faults(list_inapplicable(job))
     forward_lags = job.table.greatest_lag().tolist()
     backward_lags = job.table.greatest_backward_lag().tolist()
+    # passes that read the same weights have none
     has_discrepancy = forward_lags != backward_lags
     measured = (
         _measure(job, samples, iterations, seed, has_discrepancy, by_stage)

@@ -105,6 +105,7 @@ def train(
         )
     out = parse_folder(out)
     if model is not None:
+        # an open pipeline would go on with weights that this run trains
         OptimizerHandle.require_unshared(model)
     # before anything asks which rank this is
     launch(
@@ -115,7 +116,9 @@ def train(
     elif optimizer_args is not None:
         raise BadInput("optimizer_args: need optimizer=..., the class to which they belong")
     with attribute_faults(lambda: "before training"):
+        # before the folder is taken, which a fault in them must leave as it is
         run_callbacks = make_callbacks(config, callbacks)
+    # config.yaml must say what Python gave, and not name an optimizer that was not used
     config = objects.describe_in(config)
     say = Progress(quiet or not is_main()).say
     attempt = read_launch().attempt
@@ -134,6 +137,7 @@ def train(
         start = run_on_main(
             lambda: _find_start(config, objects, out, resume, resume_from, overwrite, say)
         )
+        # before the job is built: a finished run needs neither its model nor its data
         if start.ended is not None:
             why = start.ended.get("stopped")
             steps = start.ended.get("steps")
@@ -217,6 +221,7 @@ def check(config: Config, out: Path, *, resume: bool = False, overwrite: bool = 
     """Raise `BadInput` if `train` would for the config and the folder, without training or writing
     anything.
     """
+    # as in `train`: what follows asks which rank this is
     launch(config, {"out": out, "resume": resume, "overwrite": overwrite})
     start = run_on_main(
         lambda: _find_start(config, Overrides(), out, resume, None, overwrite, lambda text: None)
@@ -295,6 +300,7 @@ def _find_start(
         option = "--resume" if step is None else f"--resume-from: {step}"
         raise BadInput(f"{option}: {out}: contains no run to resume")
     recorded = load_recorded(saved)
+    # a run with objects of Python's needs them again
     objects.require_entries(recorded)
     config = keep_recorded_choices(recorded, config)
     changes = classify_changes(recorded, config)
@@ -303,6 +309,7 @@ def _find_start(
     done = choose_step(out / "checkpoints", step)
     # a finished run goes on if it is to be longer, or from an older checkpoint
     ended = read_summary(out) if step is None and not changes.longer else None
+    # a finished run continues with nothing
     for change in changes.free if ended is None else ():
         say(f"the run continues with another {change}")
     return _Start(config, done, ended, True)
@@ -317,6 +324,7 @@ def evaluate_checkpoint(config: Config, path: str | Path) -> dict[str, Any]:
     with setup.precision.put_masters_in_place(loads=True):
         checkpoint.load_weights(setup.model, checkpoint.read_weights(path), str(path))
     with attribute_faults(lambda: "evaluation"):
+        # where blocks have losses of their own the whole model is last
         result = evaluate(setup)[-1]
     return {"weights": str(path), **result.to_record()}
 

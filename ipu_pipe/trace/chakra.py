@@ -86,6 +86,7 @@ def write_chakra(path: Path, trace: Trace) -> list[Path]:
         paths.append(path.with_suffix(f".{device}{path.suffix}"))
         with atomic_file(paths[-1], "the trace") as temporary, temporary.open("wb") as file:
             for message in (encode({"version": 1}, version=VERSION), *_encode_nodes(nodes, graph)):
+                # a protobuf message has no end of its own, so its length precedes it
                 file.write(encode_integer(len(message)) + message)
     return paths
 
@@ -101,6 +102,7 @@ class _Graph:
         # norms of all stages are exchanged in an update; what waits for them is their exchange
         is_norm = events.is_kind(ev.WAIT) & (events.carries == PAYLOAD_CODE["norms"])
         is_average = events.is_kind(Kind.AVERAGE.word)
+        # of one replica, within which norms are exchanged
         devices = max(trace.metadata.get("device_of_stage") or [0]) + 1
         self._group = np.full(len(events.start), -1)
         self._number_groups(is_average, events.stage)
@@ -186,6 +188,7 @@ class _Graph:
                 "comm_size": ("int64", max(int(events.bytes[source]), 0)),
                 "comm_tag": ("int32", tag),
             }
+            # where no sends are recorded a pass stands for its own, and has its time already
             took = int((events.end - events.start)[source]) * bool(events.is_kind("send")[source])
             place = (int(events.start[source]), source, 1)
             needs = [ordered[maker].place] if maker >= 0 else []
@@ -213,6 +216,7 @@ class _Graph:
             events.start[passes],
         )
         makers[sends] = np.append(passes, -1)[matched]
+        # weights and norms are of no pass
         for send in sends[matched < 0].tolist():
             places = self._ordered[int(events.device[send])]
             before = np.searchsorted(events.start[places], events.start[send], side="right") - 1
@@ -235,6 +239,7 @@ def _encode_nodes(nodes: List[Node], graph: _Graph) -> List[bytes]:
     listed = [{"pg_name": str(n), "ranks": ranks} for n, ranks in enumerate(graph.groups)]
     inputs = encode({"values": 1}, values=f"['{json.dumps(listed)}']")
     encoded = [encode(NODE, id=0, name=GROUPS, type=METADATA, inputs=inputs)] if listed else []
+    # from 1, as the node of the groups is 0
     numbers = {node.place: number for number, node in enumerate(nodes, 1)}
     for node in nodes:
         needs = b"".join(encode_integer(numbers[place]) for place in dict.fromkeys(node.needs))

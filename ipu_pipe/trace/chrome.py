@@ -79,6 +79,7 @@ def write_chrome(
             ).encode()
         )
         separator = "\n"
+        # piece by piece, so that a long trace is never one text in memory
         for record in _format_records(events, counters, metadata):
             file.write((separator + record).encode())
             separator = ",\n"
@@ -196,6 +197,7 @@ def find_arrows(events: Events, metadata: dict[str, Any]) -> Arrows:
             [target_key[targets], taken_by[targets], events.microbatch[targets], carries[targets]],
             events.start[targets],
         )
+        # an index of -1 reads the -1 at the end
         return np.append(targets, -1)[index]
 
     # [2] from sends
@@ -214,6 +216,7 @@ def find_arrows(events: Events, metadata: dict[str, Any]) -> Arrows:
         passes = passes[carries[passes] != PAYLOAD_CODE["gradients"]]
     next_pass = match(passes, replica, passes, replica)
     if len(sends):
+        # sends tell the arrows between devices
         next_pass[events.device[next_pass] != events.device[passes]] = -1
     source = np.concatenate([sends, passes])
     target = np.concatenate([target_of_send, next_pass])
@@ -237,7 +240,9 @@ def match_first(
         base = max(int(column.max(initial=0)), int(row_column.max())) - least + 1
         keys = keys * base + column - least
         row_keys = row_keys * base + row_column - least
+    # by key, and then by start: searchsorted finds the first of equal keys
     order = np.lexsort((start, row_keys))
+    # a key beyond all others would lie one past the end
     first = np.minimum(np.searchsorted(row_keys[order], keys), len(order) - 1)
     return np.where(row_keys[order][first] == keys, order[first], -1)
 
@@ -261,6 +266,7 @@ def _format_events(
         number = "k" if KINDS[kind] == Kind.UPDATE.word else "microbatch"
         # chrome://tracing reads this; Perfetto colours by name
         colour = '"cname":"grey",' if word == WAIT else ""
+        # of our own words and numbers, which JSON need not escape
         name = make_name(word, microbatch, at, peer)
         more_args = f',"bytes":{size}' if size >= 0 else ""
         more_args += f',"peer":{peer}' if peer >= 0 else ""
@@ -284,6 +290,7 @@ def _format_arrows(events: Events, thread: NDArray[np.int64], arrows: Arrows) ->
         target.end - 1,
     )
     begin = np.maximum(source.start, np.minimum(source.end - 1, end))
+    # an arrow whose ends lie outside of their events would be tied to others
     shown = (begin <= end) & (begin < source.end) & (end >= target.start)
     # (device, thread, time) of both ends
     tails, heads = (

@@ -131,6 +131,7 @@ class Events(NamedTuple):
         values = {**dict.fromkeys(EVENT_TYPES, -1), "carries": 0, **columns}
         return cls(
             *(
+                # copied: a broadcast value is one number in memory, which cannot be written to
                 np.array(np.broadcast_to(np.asarray(values[k], kind), count))
                 for k, kind in EVENT_TYPES.items()
             )
@@ -158,6 +159,7 @@ class Events(NamedTuple):
 
     def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
         """Return a mask of the events of these kinds."""
+        # a table by code: one look-up for each event, however many kinds there are
         is_chosen_code = np.zeros(len(KINDS), bool)
         is_chosen_code[[KIND_CODE[kind] for kind in kinds]] = True
         return is_chosen_code[self.kind]
@@ -192,6 +194,7 @@ class Counters(NamedTuple):
     @classmethod
     def from_rows(cls, counters: Iterable[Counter]) -> "Counters":
         """Return the columns of `counters`."""
+        # zip makes no columns of no counters
         columns = list(zip(*counters)) or [()] * len(cls._fields)
         return cls(
             *(
@@ -250,6 +253,7 @@ def find_updates(events: Events, accumulate: int) -> NDArray[np.int64]:
         events.carries, _PAYLOADS_OF_UPDATES
     )
     update = np.where(by_update, events.microbatch, events.microbatch // accumulate)
+    # version k has been made by update k - 1
     return np.where(events.is_kind(*OUTSIDE), events.version - 1, update)
 
 
@@ -263,6 +267,7 @@ def group_indices(column: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.intp]]
     high = int(column.max())
     # int16 is sorted by counting, which is several times as fast
     keys = (column - low).astype(np.int16) if high - low < 1 << 15 else column
+    # stable, so that the events of a device keep their order
     order = np.argsort(keys, kind="stable")
     ordered = column[order]
     edges = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1

@@ -84,6 +84,7 @@ def parse_records(
         try:
             has_records = _parse_document(text, keys, take)
             text.expect_end()
+        # before any record it is no trace at all, after one a trace that breaks off
         except _Broken:
             if not text.records:
                 raise
@@ -108,10 +109,12 @@ def _parse_document(text: _Text, keys: dict[str, Any], take: Callable[[Record], 
         if key == "traceEvents" and text.peek() == "[":
             has_records = True
             text.parse_list(take)
+        # Chakra's JSON has its graph there
         elif key == "nodes":
             raise ValueError(CHAKRA)
         else:
             keys[key] = text.parse_value()
+        # a comma before the end is read, too
         if text.peek() != "}":
             text.expect(",")
     text.skip()
@@ -129,6 +132,7 @@ class _Text:
         self._raw = raw
         self._report = report
         self._pieces = _read_pieces(raw)
+        # incremental: a piece may end inside a character
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
         # not strict, because names of ranges may have control characters
         self._scan = json.JSONDecoder(parse_float=_parse_number, strict=False).scan_once  # type: ignore[attr-defined]
@@ -203,6 +207,7 @@ class _Text:
         """
         cut = len(self._held)
         for _ in range(TRIES * self._is_fresh):
+            # such places are inside records and texts, too: what precedes them does not parse
             cut = self._held.rfind("},", self._place, cut)
             if cut < 0:
                 break
@@ -222,6 +227,7 @@ class _Text:
         self._is_fresh = True
         # a value of many pieces is parsed anew whenever the text held has doubled
         missing = len(self._held) + 1
+        # a value without an end would be held to the end of the file
         if len(self._held) >= MOST_VALUE:
             raise _Broken(f"has a value of more than {MOST_VALUE >> 20} MiB")
         parts = [self._held]
@@ -245,6 +251,7 @@ class _Text:
         before = self._bytes // REPORTED
         self._bytes += len(piece)
         if self._report is not None and self._bytes // REPORTED > before:
+            # of the packed bytes: how many there are unpacked is known only at the end
             share = self._raw.tell() / max(self._path.stat().st_size, 1)
             self._report(f"{self._path}: {share:.0%} read, {format_bytes(self._bytes)} of JSON")
         if self._bytes > self._most_bytes:
@@ -261,6 +268,7 @@ def _read_pieces(raw: BinaryIO) -> Iterator[bytes]:
     raw.seek(0)
     file: Any = gzip.open(raw) if is_packed else raw
     while True:
+        # read1: a read would go on to PIECE bytes, and lose them all where the file is damaged
         piece = file.read1(PIECE)
         if not piece:
             return
@@ -268,6 +276,7 @@ def _read_pieces(raw: BinaryIO) -> Iterator[bytes]:
 
 
 def _parse_number(text: str) -> float:
+    # nearly all numbers are short, and float alone is several times as fast
     return _parse_text(text) if text.find(".") > MOST_DIGITS else float(text)
 
 
@@ -301,6 +310,7 @@ def read_time(value: Any) -> int:
     """
     if isinstance(value, str):
         value = _parse_text(value)
+    # by type: True is no time; a comparison with NaN is false
     if type(value) is LongNumber and -MOST_US < value < MOST_US:
         return value.thousandfold
     if type(value) is float and -MOST_US < value < MOST_US:

@@ -237,6 +237,7 @@ class ProfilerRecords:
         self._count[category] += 1
         key = "name"
         try:
+            # without a name it is as damaged as without a time
             record[key]
             key = "ts"
             start = read_time(record[key])
@@ -263,6 +264,7 @@ class ProfilerRecords:
 
     def _take_half(self, record: Record, phase: str) -> None:
         """Join a begin and the next end on its track to one record."""
+        # the records of a track are nested, so that an end belongs to the begin before it
         begun = self._open.setdefault(self._number_track(record), [])
         try:
             time = read_time(record.get("ts"))
@@ -312,6 +314,7 @@ class ProfilerRecords:
         # the busy time of an accelerator includes only its kernels
         if meaning.place == DEVICE and not self._on_device:
             self._on_device = True
+            # from the first kernel on the host's operations no longer count, also those before it
             self._rows = [row for row in self._rows if row[PLACE] != HOST or row[KIND] == _WAIT]
             self._parts = [
                 part[(part[:, PLACE] != HOST) | (part[:, KIND] == _WAIT)] for part in self._parts
@@ -321,6 +324,7 @@ class ProfilerRecords:
             return
         peer = meaning.peer
         size = -1
+        # a label may turn out to be a message (`_name_labels`)
         if kind in _MESSAGE_CODES or meaning.place == LABEL:
             kind, peer, size = _read_message(record.get("args"), meaning)
             if self._patterns and meaning.place == LABEL and len(self.labels) < MOST_LABELS:
@@ -343,6 +347,7 @@ class ProfilerRecords:
 
     def _pack(self) -> None:
         if self._rows:
+            # packed: a tuple of Python's integers takes several times the memory of a row
             self._parts.append(np.array(self._rows, np.int64))
             self._rows = []
 
@@ -364,6 +369,7 @@ class ProfilerRecords:
             # a call has calls inside, as c10d::send has record_param_comms
             rows, _ = _keep_outermost(rows, rows[:, IS_CALL] > 0)
             rows = _name_labels(rows)
+            # one damaged duration of 10 s would make a device busy all of the time
             self._left_out["all", "run over the next"] = _cut_kernels(rows)
             is_compute = (rows[:, PLACE] <= HOST) & (rows[:, KIND] == _COMPUTE)
             rows, self._left_out["all", "clipped"] = _keep_outermost(rows, is_compute)
@@ -371,6 +377,7 @@ class ProfilerRecords:
         is_range = rows[:, PLACE] >= DEVICE_RANGE
         on_device = self._on_device
         rows, has_launches = self._add_launches(rows)
+        # the accelerator's own ranges, unless its launches tell in which of the host's they are
         place = DEVICE_RANGE if on_device and not has_launches else HOST_RANGE
         is_range_of_place = rows[:, PLACE] == place
         if len(rows) and not is_range.all() and not on_device:
@@ -488,6 +495,7 @@ def _read_message(args: Any, meaning: Meaning) -> tuple[int, int, int]:
             peer = int(str(args[key])[:6])
     elements = args.get("In msg nelems") or args.get("Out msg nelems")
     width = _TYPE_BYTES.get(str(args.get("dtype", "")).lower())
+    # a damaged number must fit into int64
     if isinstance(elements, int) and width and 0 <= elements < 1 << 50:
         size = elements * width
     if size < 0:
@@ -587,6 +595,7 @@ def _keep_outermost(
         of_track = chosen[places]
         # of two records that begin together the longer one is the outer one
         of_track = of_track[np.lexsort((-of_track[:, END], of_track[:, START]))]
+        # how far any earlier record of the track reaches
         reach = np.maximum.accumulate(of_track[:, END])[:-1]
         later = of_track[1:]
         is_inside = later[:, END] <= reach

@@ -79,6 +79,7 @@ def find_pass(name: str, is_function: bool, patterns: Patterns) -> PassName | No
         if match:
             return _read_user_match(match)
     for pattern in _OWN[is_function]:
+        # whole names: "Forward 3 of my data" is none of a trainer's
         match = pattern.fullmatch(name)
         if match:
             return _read_groups(match.groupdict())
@@ -87,6 +88,7 @@ def find_pass(name: str, is_function: bool, patterns: Patterns) -> PassName | No
 
 def _read_groups(groups: dict[str, Any]) -> PassName:
     kind, carries = KINDS[groups["kind"].lower()]
+    # None of a group that the pattern lacks, or that took no part in the match
     numbers = (int(groups.get(name) or -1) for name in GROUPS[1:])
     return PassName(kind, carries, *numbers)
 
@@ -98,6 +100,7 @@ def _read_user_match(match: re.Match[str]) -> PassName:
         raise BadInput(f"{where} kind {show(groups['kind'])}: must be one of {', '.join(KINDS)}")
     for name in GROUPS[1:]:
         text = groups.get(name)
+        # six digits, as in our own patterns: the columns are of int32
         if text and not re.fullmatch("[0-9]{1,6}", text):
             raise BadInput(f"{where} {name} {show(text)}: must be a number of up to six digits")
     return _read_groups(groups)

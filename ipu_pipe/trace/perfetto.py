@@ -112,6 +112,7 @@ class _PacketWriter:
         devices = {*np.unique(events.device).tolist(), *np.unique(trace.counters.device).tolist()}
         for device in sorted(devices):
             places = np.flatnonzero(events.device == device)
+            # 0 is the process of the system's idle threads
             process = encode(PROCESS, pid=device + 1, name=f"device {device}")
             yield self._describe(device * TRACKS + 1, process=process, rank=device)
             yield from self._list_slices(device, events, places, flows)
@@ -135,6 +136,7 @@ class _PacketWriter:
             for lane in _divide_lanes(events, chosen[np.lexsort((chosen, events.start[chosen]))]):
                 uuid = device * TRACKS + next(number)
                 yield self._describe(uuid, name=name, parent=device * TRACKS + 1)
+                # an end names no slice: it ends the last one that has begun on its track
                 end = encode(EVENT, type=SLICE_END, track=uuid)
                 for row, event in zip(lane, events.select(lane).rows()):
                     stage = int(self._named_stages[row])
@@ -163,6 +165,7 @@ class _PacketWriter:
 
     def _annotate(self, argument: tuple[str, int | str]) -> bytes:
         """Return the encoded argument of a slice."""
+        # slices repeat their arguments, of which each is encoded once
         encoded = self._annotations.get(argument)
         if encoded is None:
             name, value = argument
@@ -183,6 +186,7 @@ class _PacketWriter:
             yield self._describe(uuid, name=name, parent=parent, counter=unit)
             for time, value in zip(series.times.tolist(), column.tolist()):
                 if math.isfinite(value):
+                    # a float: `encode` writes an int as a varint, which this field is not
                     event = encode(EVENT, type=COUNTER, track=uuid, value=float(value))
                     yield self._make_packet(time, event)
 
@@ -190,6 +194,7 @@ class _PacketWriter:
         interned = self._interned or None
         flags = self._flags
         self._interned = b""
+        # only the first packet clears what is interned
         self._flags = NEEDS_INTERNED
         return encode(
             PACKET,
@@ -219,6 +224,7 @@ def _divide_lanes(events: Events, places: NDArray[np.intp]) -> List[List[int]]:
     free: List[tuple[int, int]] = []
     starts = events.start[places].tolist()
     for place, start, end in zip(places.tolist(), starts, events.end[places].tolist()):
+        # the lane that ended first, if that is free by now
         lane = heapq.heappop(free)[1] if free and free[0][0] <= start else len(lanes)
         if lane == len(lanes):
             lanes.append([])

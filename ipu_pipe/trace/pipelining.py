@@ -82,6 +82,7 @@ def find_pipeline(ranks: Sequence[int], records: Sequence[RankRecords]) -> Pipel
     ranges = [of_rank.ranges for of_rank in records]
     partitions = list_partitions(ranks, records)
     if any(r.is_kind(*PASSES).any() for r in ranges):
+        # 0 where no name says a microbatch
         count = 1 + max(int(r.microbatch.max(initial=-1)) for r in ranges)
         for rank, of_rank in zip(ranks, records):
             if len(of_rank.ranges.start):
@@ -106,6 +107,7 @@ def find_pipeline(ranks: Sequence[int], records: Sequence[RankRecords]) -> Pipel
         )
         return PipelineEvents(events, None, (NOT_KNOWN,))
     if len(layouts) > 1:
+        # stable: of equal ones the partition into smaller groups stays first
         layouts.sort(key=lambda layout: _count_misfits(layout[0]))
     events, pipelines = layouts[0]
     notes: tuple[str, ...] = (note,)
@@ -127,6 +129,7 @@ def _list_layouts(
         resolved = _resolve(columns, groups)
         if has_stages:
             is_possible = all(_has_each_stage_once(resolved, group) for group in groups)
+        # one group of all ranks does not tell the pipelines in it, but their messages do
         elif len(groups) == 1 and columns.keys() >= {*groups[0]}:
             groups = _find_replicas(resolved)
             is_possible = True
@@ -221,6 +224,7 @@ def _join_calls(rank: int, records: RankRecords) -> Column:
             column[messages[posts]] = np.where(
                 unknown, column[call[posts]], column[messages[posts]]
             )
+        # from now on the message stands for its call
         is_kept[joined] = False
     order = np.flatnonzero(is_kept)
     order = order[np.argsort(events.start[order], kind="stable")]
@@ -330,6 +334,7 @@ def _count_occurrences(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _make_keys(ranges: Events) -> NDArray[np.int64]:
     """Return a number for each range, equal for equal passes or messages."""
+    # + 1, because a stage that is not named is -1
     keys = ((ranges.stage + 1).astype(np.int64) << 40) + (ranges.kind.astype(np.int64) << 32)
     return keys + (ranges.carries.astype(np.int64) << 37) + ranges.microbatch.astype(np.int64)
 
@@ -360,6 +365,7 @@ def _find_innermost(moments: NDArray[np.int64], ranges: Events) -> NDArray[np.in
 def _find_outer(ranges: Events) -> NDArray[np.intp]:
     """Return for each range the one around it, -1 without one."""
     outer = np.full(len(ranges.start), -1)
+    # a stack of the ranges that are open
     around: list[int] = []
     ends = ranges.end.tolist()
     for index, start in enumerate(ranges.start.tolist()):
@@ -394,6 +400,7 @@ def _find_peers(parts: Sequence[Events]) -> Events:
 def _number_messages(events: Events) -> Events:
     """Return the events of a rank with the order of its messages to each peer as their numbers."""
     is_message = events.is_kind("send", "recv") & (events.peer >= 0)
+    # a kind is a number of one byte
     keys = (events.peer.astype(np.int64) << 8) + events.kind
     number = np.full(len(keys), -1, np.int64)
     number[is_message] = _count_occurrences(keys[is_message])
@@ -418,6 +425,7 @@ def _find_replicas(columns: dict[int, Column]) -> Partition:
         while next_rank.get(chain[-1], -1) in columns and next_rank[chain[-1]] not in chain:
             chain.append(next_rank[chain[-1]])
         replicas.append(tuple(chain))
+    # messages in a ring, or of two ranks to one, do not divide the ranks
     is_partition = sorted(rank for chain in replicas for rank in chain) == sorted(ranks)
     return replicas if is_partition else [tuple(ranks)]
 

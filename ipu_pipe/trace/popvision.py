@@ -33,6 +33,7 @@ MOST_LABELS = 1000
 def read_pvti(path: Path) -> Trace:
     """Read a system trace. Raise `BadInput` if it cannot be read or has no tracepoint of ours."""
     try:
+        # so that a missing file is told as one, with or without pva
         open_file(path).close()
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -50,6 +50,7 @@ def _read_groups(keys: dict[str, Any]) -> Iterator[tuple[int, ...]]:
     for group in listed if isinstance(listed, list) else ():
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if isinstance(ranks, list) and len(ranks) > 1:
+            # by type: True is no rank
             if all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in ranks):
                 yield tuple(ranks)
 
@@ -58,6 +59,7 @@ def resolve_peers(events: Events, group: Sequence[int] | None) -> Events:
     """Return a rank's events with the ranks of peers that are recorded as places in the group; with
     -1 where the group is not known.
     """
+    # (events,): peers that are known are taken for place 0 here, and not used
     place = encode_local(np.minimum(events.peer, -2))
     # a place beyond the group is of a larger one, of all ranks
     rank_at = np.arange(max(int(place.max(initial=0)), len(group or ())) + 1)

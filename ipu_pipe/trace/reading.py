@@ -63,6 +63,7 @@ def read_trace(path: Path, passes: str | Sequence[str] = (), report: Report = No
         bytes_left = MOST_BYTES
         for file in files:
             traces.append(read_store(file, bytes_left))
+            # the limit is of all ranks' files together
             bytes_left -= sum(column.nbytes for column in traces[-1].events)
         trace = merge_traces(traces)
     else:
@@ -79,8 +80,10 @@ def merge_traces(traces: Sequence[Trace]) -> Trace:
     """
     if len(traces) == 1:
         return traces[0]
+    # reversed, so that the first trace's values are written last
     metadata = {key: value for trace in reversed(traces) for key, value in trace.metadata.items()}
     if any(trace.metadata.get("modelled") for trace in traces):
+        # a simulated time must not pass for a measured one
         metadata["modelled"] = True
     events, counters, _, notes = zip(*traces)
     return Trace(
@@ -96,6 +99,7 @@ def _find_files(path: Path) -> list[Path]:
         if not path.exists():
             raise BadInput(f"{path}: no such run or trace: must be a run's folder or a trace file")
         return [path]
+    # a run's folder, or one that holds its traces
     ours = find_store_files(path) or sorted(path.glob(f"*{SUFFIX}"))
     if ours or (path / CHROME).is_file():
         return ours or [path / CHROME]
@@ -135,6 +139,7 @@ def _read_json_files(files: Sequence[Path], patterns: Patterns, report: Report) 
     """Read one or several files of ours, or PyTorch's profiler's, one per rank."""
     ours: list[Trace] = []
     profiled: list[RankRecords] = []
+    # without patterns of the user's none is expected to match
     names_passes = not patterns
     labels: set[str] = set()
     for path in files:
@@ -203,6 +208,7 @@ class _Records:
             self.profiler.take(record)
             return
         phase = record.get("ph")
+        # not by records of metadata, which both have
         if self.is_ours is None and phase in ("X", "B"):
             args = record.get("args")
             is_kind = isinstance(record.get("cat"), str) and record["cat"] in ev.KIND_CODE
@@ -246,6 +252,7 @@ class _Records:
             (time,) = _build_times([record["ts"]]).tolist()
             (device,) = _build_integers([record["pid"]], np.int32).tolist()
             for name, value in record["args"].items():
+                # memory has its categories in one record, any other counter a `value`
                 name = str(record["name"] if name == "value" else name)
                 self._counters.append(
                     Counter(device, name, time, float("nan" if value is None else value))
@@ -284,6 +291,7 @@ class _Records:
                         _build_integers([value], ev.EVENT_TYPES[name])
                 except (ValueError, OverflowError) as error:
                     self._reject(row, f"{keys.get(name, name)}: {show(value)}: {error}")
+        # every row is right by itself
         self._reject(0, "must have numbers of one type")
 
     def build_trace(self, keys: dict[str, Any]) -> Trace:
@@ -361,6 +369,7 @@ def merge_profiler_files(files: Sequence[RankRecords]) -> Trace:
     _compare_spans(files)
     pipeline = find_pipeline(ranks, files)
     notes += pipeline.notes
+    # else a rank that waits for another one's compute would be told to send less
     events, why_no_waits = _tell_waits(pipeline.events, ranks, files)
     if why_no_waits is None:
         events = split_collectives(events, pipeline.replicas)
@@ -433,6 +442,7 @@ def _number_devices(
     numbered = []
     for of_rank in files:
         peer = of_rank.events.peer
+        # a peer is named by its rank, for which its first device stands
         peer = np.where(peer >= 0, count * peer, peer).astype(np.int32)
         numbered.append(of_rank._replace(events=of_rank.events._replace(peer=peer)))
     return numbered, [count * rank + f.device for rank, f in zip(ranks, files)]
@@ -473,6 +483,7 @@ def _compare_spans(files: Sequence[RankRecords]) -> None:
             end = int(of_rank.events.end.max())
             host = str(of_rank.keys.get("host_name", ""))
             hosts.setdefault(host, []).append((begin, end, of_rank.path))
+    # by host: clocks of different hosts may be apart without harm
     for spans in hosts.values():
         first = min(spans, key=lambda span: span[1])
         last = max(spans)
@@ -503,6 +514,7 @@ def _shift_to_one_clock(
     if known and len(known) < len(bases):
         notes.append("some files have no baseTimeNanoseconds, and are taken to have the others'")
     first_base = next((base for base in bases if base is not None), 0)
+    # Python's integers: a time and a shift together may not fit into int64
     shifts = [0 if base is None else base - first_base for base in bases]
     least = []
     most = []
@@ -555,5 +567,6 @@ def _tell_waits(
         moved = shift[events.device]
         events = events._replace(start=events.start + moved, end=events.end + moved)
     why = f"{matches.unmatched} of the sends and receives have no other end in the trace"
+    # the host's records of a message end with its call to wait
     ends_late = not any(of_rank.on_device for of_rank in files)
     return split_waits(events, matches, ends_late), why if matches.unmatched else None

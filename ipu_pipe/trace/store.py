@@ -102,6 +102,7 @@ class TraceWriter:
             self._file.close()
 
     def _write(self, tag: bytes, rows: int, payload: bytes) -> None:
+        # fast rather than small: it is written while the run trains
         packed = zlib.compress(payload, ZLIB_LEVEL)
         with guard_writing(self.path, "the trace"):
             self._file.write(HEAD.pack(tag, rows, len(packed), zlib.crc32(packed)) + packed)
@@ -144,6 +145,7 @@ def read_store(path: Path, most_bytes: int = 1 << 62) -> Trace:
     # a `BadInput` is a ValueError, and names the file already
     except BadInput:
         raise
+    # an IndexError, for example, of a counter whose code has no name
     except (ValueError, struct.error, TypeError, IndexError, RecursionError, zlib.error) as error:
         raise BadInput(f"{path}: cannot be read as a trace: {error}") from None
     check_trace(path, trace.events, trace.counters, metadata)
@@ -189,6 +191,7 @@ def _read_blocks(
             if len(packed) < size:
                 notes.append(f"{path}: ends within a block (byte {offset}), which is left out")
                 return
+            # before unpacking: zlib's own errors would not say where
             if zlib.crc32(packed) != checksum:
                 raise BadInput(
                     f"{path}: is damaged: the block at byte {offset} does not have its checksum"
@@ -224,6 +227,7 @@ def _map_codes(events: Events, metadata: dict[str, Any]) -> Events:
 def _shift_times(trace: Trace, clock: Sequence[tuple[int, int]]) -> Trace:
     """Return a trace by the first rank's clock, from readings (local time, offset): the offset is
     interpolated between two readings and constant before the first and after the last."""
+    # sorted, as np.interp needs rising times
     local, offset = np.array(sorted(clock), np.int64).T
 
     def shift(times: NDArray[np.int64]) -> NDArray[np.int64]:

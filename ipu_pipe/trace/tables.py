@@ -66,6 +66,7 @@ def _list_rows(events: Events) -> Iterator[tuple[Any, ...]]:
 
 
 def _write_csv(path: Path, trace: Trace) -> None:
+    # the csv module writes the ends of lines itself
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)

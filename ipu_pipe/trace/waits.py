@@ -108,6 +108,7 @@ def estimate_offsets(
     for host in reached:
         for (a, b), ns in least.items():
             if a == host and b not in offset and (b, a) in least:
+                # the two times differ by twice the difference of the clocks
                 offset[b] = offset[a] - (ns - least[b, a]) // 2
                 reached.append(b)
     if len(offset) < len(host_names):
@@ -130,6 +131,7 @@ def split_waits(events: Events, matches: Matches, ends_late: bool) -> Events:
     for places, others in ((sends, recvs), (recvs, sends)):
         # the time spent on the message while the other end is not ready
         begin = spent[places]
+        # no longer than the message itself
         until = np.minimum(np.maximum(ready[others], begin), events.end[places])
         waits.append(_make_waits(events, places, begin, until, events.device[others]))
         # what the host does between its last compute and the message, it does for the message
@@ -160,8 +162,10 @@ def split_collectives(events: Events, groups: Sequence[Sequence[int]]) -> Events
         columns = [of_device.get(rank, np.zeros(0, np.intp)) for rank in group]
         if len({len(column) for column in columns}) > 1 or not len(columns[0]):
             continue
+        # (ranks, collectives)
         places = np.stack([c[np.argsort(events.start[c], kind="stable")] for c in columns])
         joined = events.start[places]
+        # (collectives,): the rank that joins each one last
         last = np.array(group, np.int32)[joined.argmax(axis=0)]
         until = np.minimum(joined.max(axis=0), events.end[places])
         waits += [_make_waits(events, c, j, u, last) for c, j, u in zip(places, joined, until)]

@@ -42,6 +42,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
     run = validate_metadata(source, trace.metadata)
     events = trace.events
     begin, end = find_span(events)
+    # also devices without an event, which were idle from begin to end
     devices, overlap = measure_devices(events, run.devices, (begin, end))
     stages, stragglers = measure_stages(events, begin, run.sum_flops())
     if run.modelled:
@@ -49,6 +50,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         spreads = dict(enumerate(run.spread or ()))
         for row in stages:
             row.update(noise=None, spread=spreads.get(row["index"]))
+    # only our own traces say when a message has arrived
     links = measure_links(events, has_latencies=run.messages_end_late is None)
     # an evaluation or a checkpoint would count as a bubble
     training_ns = sum(end - begin - device["outside_ns"] for device in devices)
@@ -75,6 +77,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "why_modelled": run.why_modelled,
         "span_ns": end - begin,
         "begin_ns": begin,
+        # simulated updates repeat one another, and have no noise
         "noise": None if run.modelled else measure_update_noise(events, run.accumulate),
         "spread": combine_spreads(list(loads.values()), list(spreads_of_devices.values()))
         if spreads_of_devices
@@ -84,6 +87,7 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "bubble_fraction": None if utilization is None else 1 - utilization,
         "planned_bubble_fraction": run.planned_bubble_fraction,
         "stages": stages,
+        # 0 where all devices compute equally long
         "imbalance": 1 - sum(loads.values()) / len(loads) / max(loads.values())
         if any(loads.values())
         else None,
@@ -93,7 +97,9 @@ def analyze(trace: Trace, source: str) -> Analysis:
         "staleness": measure_staleness(events, run.accumulate),
         "memory": measure_memory(trace.counters, events, begin),
         "stragglers": stragglers,
+        # one device that stands for all hides the path between them
         "critical_path": None if has_one_device else measure_critical_path(events, trace.metadata),
+        # of PopVision's system traces
         "tracepoints": trace.metadata.get("tracepoints", []),
         "notes": [*trace.notes],
     }
@@ -134,6 +140,7 @@ class RunAnalysis(Dict[str, Any]):
         tables = {name: rows for name, rows in self.items() if isinstance(rows, list)}
         tables["critical_path"] = (self["critical_path"] or {}).get("pieces", [])
         for name, rows in tables.items():
+            # sentences, not rows
             if name != "notes":
                 frames[name] = make_frame(rows)
         return frames

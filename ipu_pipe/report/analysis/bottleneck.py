@@ -90,14 +90,18 @@ def find_bottleneck(
     stages = [stage for stage in analysis["stages"] if slowest in stage["devices"]]
     longest_stages = _find_longest_stages(stages)
     cause = _find_time_outside(analysis, slowest)
+    # of all IPUs together only the time outside of training is known
     if cause is None and analysis["devices"][0].get("covers"):
         return None
+    # in the order of the table above
     cause = cause or _find_slow_data(analysis, busy[slowest])
     cause = cause or _find_slow_host(analysis, busy[slowest])
+    # no cause of its own: it is added to one that it may explain
     starved = _describe_starved(analysis, loads.get(slowest, 0.0), run)
     cause = cause or _find_slow_link(analysis, loads, slowest)
     cause = cause or _find_communication(analysis, slowest, run)
     spreads = measure_device_spreads(analysis["stages"])
+    # without the spread, traces of one unchanged pipeline name now one stage, now another
     longest = find_longest(by_device, spreads)
     if cause is None and len(longest) > 1:
         cause, longest_stages = _describe_equals(analysis, longest, spreads, by_device, move, run)
@@ -114,6 +118,7 @@ def find_bottleneck(
         further = [*slower, *_explain(analysis, slowest)]
         why = "; ".join([computes + _compare(slowest, others_of), *further])
         do = _advise(analysis, by_device, move, run, "its")
+        # another cut makes no machine faster
         if slower:
             do = "find what slows this replica, such as its machine or its data"
         cause = Cause(slowest, STAGE, why, do)
@@ -164,6 +169,7 @@ def _describe_equals(
         for stage in analysis["stages"]
         if not set(longest).isdisjoint(stage["devices"])
     ]
+    # where devices have several stages it is the devices that are equal
     noun = "stage" if len(stages) == len(longest) else "device"
     equals = stages if noun == "stage" else sorted(longest)
     spread = max(spreads[device] for device in longest)
@@ -203,6 +209,7 @@ def _find_slow_data(analysis: Analysis, busy_ns: int) -> Cause | None:
     """
     device = max(analysis["devices"], key=lambda device: device["data_ns"])
     waited = device["data_ns"]
+    # a shorter wait would go on as one for what is slower
     if waited <= max(busy_ns, _find_busiest_ns(analysis)):
         return None
     why = (
@@ -226,6 +233,7 @@ def _find_slow_host(analysis: Analysis, busy_ns: int) -> Cause | None:
     devices = analysis["devices"]
     silent_ns, number = max((d["idle_in"][HOST] + d["ramp_up_ns"], d["index"]) for d in devices)
     waited_ns = max(device["waits_for"].get(str(number), 0) for device in devices)
+    # both: a host that is silent while nobody waits for it holds nothing up
     if 2 * min(silent_ns, waited_ns) <= span or silent_ns <= max(
         busy_ns, _find_busiest_ns(analysis)
     ):
@@ -251,6 +259,7 @@ def _find_slow_link(analysis: Analysis, loads: dict[int, float], slowest: int) -
     link = max(
         analysis["links"], key=lambda link: link["busy_ns_per_microbatch"] or 0.0, default=None
     )
+    # without times for a microbatch nothing tells which is longer
     if link is None or not loads or (link["busy_ns_per_microbatch"] or 0.0) <= loads[slowest]:
         return None
     why = (
@@ -302,6 +311,7 @@ def _describe_starved(analysis: Analysis, load_ns: float, run: RunMetadata) -> s
         return ""
     took = link["busy_ns"] / link["messages"]
     size = link["bytes"] / link["messages"] if link["bytes"] is not None else None
+    # in bytes a second, of a time in nanoseconds
     is_fast = size is not None and size * 1e9 > SLOWEST_COPY * took
     if is_fast or took < SLOWEST_MESSAGE_NS or took < load_ns / 4:
         return ""
@@ -377,6 +387,7 @@ def _advise(
     even = move["gain_if_balanced"]
     spread = analysis["spread"] or 0.0
     planned = analysis["planned_bubble_fraction"]
+    # a gain below the spread may be chance
     if gain is not None and gain >= max(WORTHWHILE, spread):
         pairs = enumerate(zip(move["move"]["begins_now"], move["move"]["begins_then"]))
         moves = " and ".join(
@@ -394,6 +405,7 @@ def _advise(
             "train a few updates with the new boundary to confirm it)"
         )
     host_ns = analysis["devices"][0]["idle_in"][HOST]
+    # before advice on balance: a rank that is not in the trace may be the slow one
     if run.ranks is not None and run.ranks > len(analysis["devices"]):
         return f"give the traces of all {run.ranks} ranks: some do not tell who waits for whom"
     if len(analysis["devices"]) == 1 and 2 * host_ns > analysis["span_ns"]:
@@ -459,9 +471,11 @@ class Measured(NamedTuple):
         have none.
         """
         stage = self.stage_of_unit
+        # (n,): how many units share the stage of each
         counts = np.bincount(self.stage_of_unit)[self.stage_of_unit]
         unit_times = []
         for time, work in zip(self.times, self.flops * scale):
+            # (n,): the FLOPs of each unit's stage
             sums = np.bincount(stage, work)[stage]
             unit_times.append(
                 np.where(
@@ -477,6 +491,7 @@ class Measured(NamedTuple):
         """Return how many times longer the slowest stage takes for a FLOP than the fastest."""
         time = self.times.sum(axis=0)
         flops = np.bincount(self.stage_of_unit, self.flops.sum(axis=0))
+        # a stage without FLOPs has no time for one
         known = (flops > 0) & (time > 0)
         time_per_flop = time[known] / flops[known]
         return float(time_per_flop.max() / time_per_flop.min()) if known.any() else 1.0
@@ -491,6 +506,7 @@ class Measured(NamedTuple):
         """
         estimate = [np.add.reduceat(times, starts) for times in self.estimate_unit_times()]
         yield estimate
+        # (n,): the stage of each unit in the new cut
         new_stage = np.searchsorted(starts, np.arange(len(self.stage_of_unit)), side="right") - 1
         # each is played twice, which takes time, and errors of short stages hardly matter
         longest = np.argsort(-(estimate[0] + estimate[1]))[:MOST_VARIED]
@@ -521,6 +537,7 @@ def find_best_move(run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]
     play = _make_player(run, stages, links)
     try:
         time_now = play(forward, backward)
+        # no cut does better: the same work, and no stage that is longer than another
         time_if_even = play(
             np.full(len(stages), forward.mean()),
             np.full(len(stages), backward.mean()),
@@ -539,9 +556,11 @@ def find_best_move(run: RunMetadata, stages: Sequence[Row], links: Sequence[Row]
             else "metadata does not list the units of the model"
         )
         return {**answer, "why_no_gain": f"the trace's {why}"}
+    # (2, n)
     flops = np.array([[unit.forward_flops, unit.backward_flops] for unit in units], np.float64).T
     measured = Measured(np.stack([forward, backward]), flops, stage_of_unit)
     forwards, backwards = measured.estimate_unit_times()
+    # the first unit of each stage, as they are in the stages' order
     starts_now = np.searchsorted(stage_of_unit, np.arange(len(stages))).tolist()
     starts = find_best_cut((forwards + backwards).tolist(), len(stages))
     assert starts is not None, "there are at least as many units as stages"
@@ -641,6 +660,7 @@ def _make_player(
     back = tuple(Transfer(latency=latency.get((b, a), 0.0)) for a, b in pairs)
 
     def play(forward: FloatArray, backward: FloatArray) -> float:
+        # the halves of a backward stay in the proportion in which they were measured
         weight = [] if weight_share is None else (backward * weight_share).tolist()
         costs = Costs(
             forward.tolist(),

@@ -72,6 +72,7 @@ class _Lane(NamedTuple):
 
     def find_cover(self, moment: int) -> int:
         """Return the event that covers the time just before a moment, -1 without one."""
+        # an event that begins at the moment does not cover the time before it
         place = int(np.searchsorted(self.start, moment)) - 1
         return int(self.at[place]) if place >= 0 and self.reach[place] >= moment else -1
 
@@ -100,6 +101,7 @@ def find_critical_path(events: Events) -> list[PathPiece]:
             peer = int(events.peer[index])
             if peer in lanes and peer not in passed:
                 passed.add(device)
+                # where the send is not recorded, at this moment; clocks must not lead it forward
                 sent = min(sends.get(_make_key(events, index), moment), moment)
                 if sent < moment:
                     path.append(PathPiece(-1, device, peer, sent, moment))
@@ -108,16 +110,19 @@ def find_critical_path(events: Events) -> list[PathPiece]:
                 moment = sent
                 continue
         start = begin if index < 0 else max(int(events.start[index]), begin)
+        # up to the end of an event of an earlier group, which covers the time before
         for lane in lanes[device][: group if index >= 0 else len(_GROUPS)]:
             start = lane.find_end_before(moment, start)
         path.append(PathPiece(index, device, device, start, moment))
         moment = start
         passed = set()
+    # it was walked from the end
     return path[::-1]
 
 
 def _make_lane(events: Events, places: NDArray[np.intp], kinds: Sequence[str]) -> _Lane:
     chosen = places[events.select(places).is_kind(*kinds)]
+    # without events of no length, at which the path would not move
     chosen = chosen[events.end[chosen] > events.start[chosen]]
     chosen = chosen[np.argsort(events.start[chosen], kind="stable")]
     ends = events.end[chosen]
@@ -161,6 +166,7 @@ def measure_critical_path(events: Events, metadata: dict[str, Any]) -> Row | Non
     if len(events.start) > MOST_WALKED:
         return None
     begin, end = find_span(events)
+    # a pass is one piece of the path, however many operations it has
     passes, _ = join_pieces(events)
     path = find_critical_path(passes)
     by: dict[str, dict[Any, int]] = {name: {} for name in ("stage", "kind", "link")}
@@ -235,6 +241,7 @@ def _measure_what_if(events: Events, metadata: dict[str, Any]) -> list[Row]:
     keys = np.unique(
         events.stage[is_pass].astype(np.int64) * len(KINDS) + events.kind[is_pass]
     ).tolist()
+    # the ends of all events are held for each key
     if not keys or len(events.start) > MOST_PLAYED or len(keys) > 256:
         return []
     ends = _play(events, metadata, keys)
@@ -259,6 +266,7 @@ def _play(events: Events, metadata: dict[str, Any], keys: Sequence[int]) -> NDAr
     key.
     """
     took = (events.end - events.start).astype(np.float64)
+    # (n, 1 + keys): column 0 is played as it was
     durations = np.repeat(took[:, None], 1 + len(keys), axis=1)
     key = events.stage.astype(np.int64) * len(KINDS) + events.kind
     for column, chosen in enumerate(keys, 1):
@@ -266,6 +274,7 @@ def _play(events: Events, metadata: dict[str, Any], keys: Sequence[int]) -> NDAr
     needs = _list_needs(events, metadata)
     is_wait = events.is_kind(WAIT)
     ends = np.zeros_like(durations)
+    # what an event needs is played before it
     order = np.lexsort((events.end, events.start))
     last: dict[int, int] = {}
     # waiting since the device's last event, in which the host does nothing of its own
@@ -290,9 +299,11 @@ def _play(events: Events, metadata: dict[str, Any], keys: Sequence[int]) -> NDAr
             begin = ends[previous] + min(max(0, since - waited.get(device, 0)), since)
         waited_for = needs.pop(-1 - device, [])
         for source, lag in needs.get(index, []) + waited_for:
+            # not an arrow back in time, as clocks that disagree make
             if originals[source] <= start:
                 begin = np.maximum(begin, ends[source] + min(lag, start - originals[source]))
         ends[index] = begin + durations[index]
+        # an event inside another one does not free its device
         if previous is None or originals[index] >= originals[previous]:
             last[device] = index
         waited[device] = 0

@@ -76,18 +76,22 @@ def _measure_device(
     group = _GROUP_OF_KIND[events.kind]
     count = len(events.start)
     is_pass = group == 0
+    # a device that computes nothing has no ramps
     first, last = find_span(events.select(is_pass)) if is_pass.any() else span
     # first and last are edges, too, so that no piece reaches across them
     edges, place = np.unique(
         np.concatenate([events.start, events.end, [first, last]]), return_inverse=True
     )
+    # (pieces,)
     lengths = np.diff(edges)
 
     def find_pieces(chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return a mask of the pieces that chosen events cover."""
+        # the last two places are those of first and last
         begins, ends = (
             np.bincount(at[chosen], minlength=len(edges)) for at in (place[:count], place[count:-2])
         )
+        # how many events have begun and not ended in each piece
         return np.cumsum(begins - ends)[:-1] > 0
 
     def measure(pieces: NDArray[np.bool_]) -> int:
@@ -98,11 +102,13 @@ def _measure_device(
     is_inside = (edges[:-1] >= first) & (edges[1:] <= last)
     worked = compute | messages
     idle = is_inside & ~worked & ~waits
+    # in the ramps too: a run begins and ends with an evaluation
     outside_ns = measure(np.logical_or.reduce(outside) & (idle | ~is_inside))
     idle_ns = measure(idle)
     idle_in = {}
     for kind, pieces in zip(OUTSIDE, outside):
         idle_in[kind] = measure(idle & pieces)
+        # an earlier kind hides a later one, so that the parts add up
         idle = idle & ~pieces
     idle_in[HOST] = measure(idle)
     waits_for = _divide_waits(events.select(group == 2), edges, is_inside & ~worked & waits)
@@ -119,6 +125,7 @@ def _measure_device(
         "ramp_down_ns": span[1] - last,
         "idle_ns": idle_ns,
         "data_ns": measure(for_data & ~worked),
+        # texts, as JSON's keys are
         "waits_for": {str(who) if who >= 0 else "unknown": ns for who, ns in waits_for.items()},
         "idle_in": idle_in,
         "outside_ns": outside_ns,
@@ -148,6 +155,7 @@ def _divide_waits(
 
 def measure_union(start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
     """Return the length of the union of intervals, which may overlap and be in any order."""
+    # by the start, each interval adds what reaches beyond all before it
     order = np.argsort(start, kind="stable")
     reach = np.maximum.accumulate(end[order])
     return int(
@@ -194,6 +202,7 @@ def _measure_device_memory(
     # the sum of all changes at the same time
     is_last = np.append(counters.time[1:] != counters.time[:-1], True)
     times = counters.time[is_last]
+    # the changes are floats, bytes are whole
     total = np.rint(np.cumsum(change)[is_last]).astype(np.int64)
     peak = int(total.argmax())
     at = int(times[peak])
@@ -216,6 +225,7 @@ def _list_in_flight(events: Events, at: int) -> list[int]:
     """Return the microbatches whose forward has begun and whose backward is not complete on a
     device at a time.
     """
+    # on each stage of the device by itself
     keys = (events.stage.astype(np.int64) << 32) + events.microbatch
     known = events.microbatch >= 0
     begun = known & (events.start <= at) & events.is_kind(Kind.FORWARD.word)
@@ -234,6 +244,7 @@ def _thin(
     if len(times) > MOST_POINTS:
         edges = np.linspace(0, len(times), MOST_POINTS + 1).astype(np.int64)[:-1]
         times = times[edges]
+        # the greatest of each interval: the peak must stay
         total = np.maximum.reduceat(total, edges)
     return [list(point) for point in zip(times.tolist(), total.tolist())]
 
@@ -272,6 +283,7 @@ def measure_links(events: Events, has_latencies: bool = True) -> list[Row]:
     received = {number: int(took[at].sum()) for number, at in group_indices(link_of_recv)}
     links, link = np.unique(link_of_send, return_inverse=True)
     place = np.searchsorted(links, link_of_wait)
+    # the send of a message that is waited for may not be in the trace
     known = (place < len(links)) & (links[np.minimum(place, len(links) - 1)] == link_of_wait)
     latencies = _measure_latencies(sends, link, waits.select(known), place[known])
     rows = []
@@ -321,6 +333,7 @@ def _measure_latencies(
 
 
 def _add_up(events: Events, source: int, target: int, latency: Row | None, received_ns: int) -> Row:
+    # a sum without the unknown ones would be too small
     size = int(events.bytes.sum()) if (events.bytes >= 0).all() else None
     microbatches = len(np.unique(events.microbatch[events.microbatch >= 0]))
     busy_ns = max(int((events.end - events.start).sum()), received_ns)

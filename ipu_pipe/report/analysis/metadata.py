@@ -14,6 +14,7 @@ from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.text import show
 from ipu_pipe.trace.events import Events
 
+# each device has a row, also without an event, which a damaged number must not make millions
 MOST_DEVICES = 1 << 16
 
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -37,6 +38,7 @@ class RunMetadata(BaseModel):
     tools' traces have none.
     """
 
+    # a text or a bool is no number, whoever has written the trace
     model_config = ConfigDict(strict=True)
     method: Optional[str] = None
     method_args: Optional[Dict[str, Any]] = None
@@ -83,6 +85,7 @@ class RunMetadata(BaseModel):
         if not self._host_sees_devices:
             return []
         of_replica = sorted(set(self.device_of_stage or ()))
+        # other replicas of a simulated trace have no events, and would be reported as idle
         replicas = 1 if self.modelled else self.replicas or 1
         return [
             device + replica * len(of_replica)
@@ -155,6 +158,7 @@ def _resolve(run: RunMetadata) -> Tuple[Optional[Method], str]:
         devices = run.device_of_stage or [0]
         order = resolve_method(run.method).order
         if order is not None and not order.fixed:
+            # the trace records it as the placement of its stages
             known["stages_per_device"] = len(devices) // len(set(devices))
         return resolve_method(run.method, known), ""
     except BadInput as error:

@@ -62,6 +62,7 @@ def draw_timeline(file: Path, trace: Trace, analysis: dict[str, Any]) -> None:
     memory = analysis["memory"][:MOST_DEVICES]
     heights = [1.3 + min(0.42 * len(devices), 8.0), *([2.0] if memory else [])]
     drawing = Figure(figsize=(11, sum(heights)), layout="constrained")
+    # without pyplot, as in `report.plots`
     FigureCanvasAgg(drawing)
     axes = drawing.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[
         :, 0
@@ -86,6 +87,7 @@ def choose_window(events: Events) -> Window:
     starts = np.sort(events.start)
     middle = len(starts) // 2
     half = most // 2
+    # past the begin of the last one, which would not be drawn otherwise
     return int(starts[middle - half]), int(starts[middle + half - 1]) + 1
 
 
@@ -150,6 +152,7 @@ def _draw_devices(
                 )
     # matplotlib warns of equal limits, which a trace of no length would have
     axes.set_xlim(window[0] / scale, max(window[1] / scale, 1e-9))
+    # downwards: device 0 is on top
     axes.set_ylim(len(devices) - 0.45, -0.55)
     # more names would overlap
     step = -(-len(devices) // 24)
@@ -182,6 +185,7 @@ def _draw_memory(
     for row in memory:
         times, sizes = zip(*row["over_time"])
         x = [t / scale for t in (*times, span)]
+        # the last value lasts to the end of the span
         y = [size / 2**20 for size in (*sizes, sizes[-1])]
         axes.step(x, y, where="post", label=f"device {row['device']}", linewidth=1.2)
     if window != (0, span):
@@ -193,6 +197,7 @@ def _draw_memory(
     axes.set_ylabel("MiB held", fontsize=8)
     axes.set_xlabel(f"{unit} from the trace's begin", fontsize=8)
     axes.grid(alpha=0.3)
+    # a longer legend would cover the curves
     if len(memory) <= 12:
         axes.legend(fontsize=8, frameon=False, ncols=4)
 

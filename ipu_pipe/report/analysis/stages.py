@@ -50,6 +50,7 @@ def measure_stages(
         rows.append(row)
         stragglers += of_stage
     times = [row["busy_ns_per_microbatch"] for row in rows]
+    # one that is not known may be the longest
     longest = None if None in times else max(times, default=None)
     for row, time in zip(rows, times):
         row["of_greatest"] = time / longest if time is not None and longest else None
@@ -59,6 +60,7 @@ def measure_stages(
 def _measure_stage(
     stage: int, events: Events, begin_ns: int, flops: float | None
 ) -> tuple[Row, list[Row]]:
+    # by device, since replicas of a stage compute at the same time
     busy_ns = sum(
         measure_union(events.start[at], events.end[at]) for _, at in group_indices(events.device)
     )
@@ -73,6 +75,7 @@ def _measure_stage(
         of_kind = passes.select(places)
         durations = times[places]
         medians[kind], counts[kind] = float(np.median(durations)), len(durations)
+        # the FLOPs are those of passes alone
         passes_ns += 0.0 if kind == _UPDATE else float(durations.sum(dtype=np.float64))
         # in other tools' traces one kind contains events of all sizes
         if medians[kind] and kind != UNSPECIFIED:
@@ -116,8 +119,10 @@ def join_pieces(events: Events) -> tuple[Events, NDArray[np.int64]]:
     # a slice, because there may be no event at all
     goes_on[:1] = False
     first = np.flatnonzero(~goes_on)
+    # our own traces have whole passes
     if len(first) == len(order):
         return events, events.end - events.start
+    # without the time between the pieces
     times = np.add.reduceat(ordered.end - ordered.start, first)
     passes = ordered.select(first)
     return passes._replace(end=np.maximum.reduceat(ordered.end, first)), times
@@ -126,6 +131,7 @@ def join_pieces(events: Events) -> tuple[Events, NDArray[np.int64]]:
 def _sum_by_microbatch(passes: Events, times: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return the time of each microbatch's passes."""
     is_pass = (passes.microbatch >= 0) & (passes.kind != KIND_CODE[_UPDATE])
+    # numbered anew: a damaged number would ask for as many sums
     _, number = np.unique(passes.microbatch[is_pass], return_inverse=True)
     return np.bincount(number, times[is_pass]).astype(np.float64)
 
@@ -150,6 +156,7 @@ def measure_update_noise(events: Events, accumulate: int | None) -> float | None
     # a damaged trace may name any number: what is made here grows with the events alone
     _, place = np.unique(update[is_known], return_inverse=True)
     ends = np.full(int(place.max(initial=-1)) + 1, np.iinfo(np.int64).min)
+    # an update ends where its last device does
     np.maximum.at(ends, place, known.end[is_known])
     return measure_noise(np.diff(ends).astype(np.float64))
 
@@ -210,6 +217,7 @@ def sum_busy_by_device(stages: Sequence[Row]) -> dict[int, float]:
     """
     busy_by_device: dict[int, float] = {}
     for stage in stages:
+        # sums without an unknown stage could not be compared
         if stage["busy_ns_per_microbatch"] is None:
             return {}
         for device in stage["devices"]:
@@ -296,6 +304,7 @@ def _measure_time_until_applied(
 ) -> dict[str, float] | None:
     if not len(update.start):
         return None
+    # of each replica its own update, which is made on its own device
     keys = _make_keys(update.device, update.microbatch)
     order = np.lexsort((update.end, keys))
     keys = keys[order]

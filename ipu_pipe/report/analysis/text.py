@@ -138,6 +138,7 @@ def format_table(
         for place, (name, *column) in enumerate(zip(head, *rows))
         if place < left or {*column} - {"-"}
     ]
+    # with the head
     shown = [*zip(*columns)][: most + 1] if rows else []
     widths = [max(map(len, column)) for column in zip(*shown)]
     lines = []
@@ -194,6 +195,7 @@ def _format_head(analysis: Analysis) -> list[str]:
 def _format_answer(analysis: Analysis) -> list[str]:
     worst = analysis["bottleneck"]
     busy = describe_busy(analysis)
+    # one device that stands for all computes, and does not tell which of them is slow
     if worst is None and any(device["busy_ns"] for device in analysis["devices"]):
         return [
             "Bottleneck: not known (see the note below)",
@@ -202,9 +204,11 @@ def _format_answer(analysis: Analysis) -> list[str]:
     if worst is None:
         return ["no device computes anything"]
     place = _name_bottleneck(worst)
+    # a finding a line
     why = "\n       ".join(worst["why"].split("; "))
     lines = [f"Bottleneck: {place}", f"  why: {why}", f"  do:  {worst['do']}"]
     if busy:
+        # not capitalize, which makes all other letters small
         lines.append(busy[0].upper() + busy[1:])
     overlap = analysis["overlap"]
     if overlap["share"] is not None:
@@ -244,8 +248,10 @@ def _format_path(analysis: Analysis) -> list[str]:
         + (", ".join(f"{name} {share:.1%}" for name, share in parts) or "no stage")
         + rest
     ]
+    # they are sorted, so that the second one is the closest rival
     best, *others = path["what_if"] or [None]
     rivals = [other["saves_ns"] * (1 + (analysis["spread"] or 0.0)) for other in others[:1]]
+    # not the first of two whose gains are as large within the spread
     if best is not None and (
         analysis["spread"] is None or best["saves_ns"] > max(rivals, default=0)
     ):
@@ -259,6 +265,7 @@ def _format_path(analysis: Analysis) -> list[str]:
 def _format_devices(analysis: Analysis) -> list[str]:
     span = analysis["span_ns"]
     rows = []
+    # of one stage a device the column would only repeat `busy`
     shared = any(len(d["stages"]) > 1 for d in analysis["devices"])
     for d in analysis["devices"]:
         waits = sorted(d["waits_for"].items(), key=lambda item: -item[1])
@@ -368,12 +375,14 @@ NOT_COMPARED = ("over_time", "microbatches", "longest", "move", "pieces")
 
 def list_numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     """Yield every number of an analysis with its path, such as devices[0].busy_ns."""
+    # a bool is an int to isinstance
     if value is None or isinstance(value, (bool, str)):
         return
     if isinstance(value, (int, float)):
         yield name, value
     elif isinstance(value, dict):
         for key, inner in value.items():
+            # by type: a stage's `microbatches` is a number, a device's at its peak a list
             skipped = key in NOT_COMPARED and isinstance(inner, (list, dict))
             # it is in the name of the row already
             identifies = key in IDENTIFYING and name.endswith("]")
@@ -446,8 +455,10 @@ def format_comparison(
         max((row["peak_bytes"] for row in figures["memory"]), default=None)
         for figures in (analysis, other)
     ]
+    # a peak of 0 has no share
     change = f"{peaks[0] / peaks[1] - 1:+.1%}" if peaks[0] is not None and peaks[1] else "-"
     rows.append(["greatest memory peak", *map(_format_size, peaks), change])
+    # without rows that neither trace knows
     rows = [row for row in rows if {*row[1:]} - {"-", ""}]
     lines += format_table(("", "this", "other", "this - other"), rows, left=1)
     return escape_lines("\n".join(lines))
@@ -493,6 +504,7 @@ def _compare_times(
         change = (time - other) / other
         difference = f"{change:+.1%}"
         doubts = [doubt for doubt in map(_get_doubt, rows) if doubt is not None]
+        # of a time without one the doubt of the difference is not known
         if len(doubts) == len(rows):
             # errors that are independent add by their squares
             difference += _describe_doubt(rows, abs(change), math.hypot(*doubts))

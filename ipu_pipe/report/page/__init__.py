@@ -49,6 +49,7 @@ _TYPES = ("u1", "i2", "i4", "u4")
 def embed_trace(trace: Trace, analysis: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON that data.js reads. Times are nanoseconds from the span's begin."""
     events = trace.events.select(np.lexsort((trace.events.end, trace.events.start)))
+    # a counter may come before the first event
     moments = [int(column.min()) for column in (events.start, trace.counters.time) if len(column)]
     begin = analysis.get("begin_ns")
     begin = min(moments, default=0) if begin is None else int(begin)
@@ -91,6 +92,7 @@ def join_traces(trace: Trace, other: Trace) -> tuple[Trace, dict[int, str]]:
     for label, of_run in (("this", trace), ("other", other)):
         begin = int(of_run.events.start.min(initial=1 << 60))
         events = of_run.events
+        # -1 means no peer, whatever the shift
         peer = np.where(events.peer < 0, -1, events.peer + shift).astype(np.int32)
         parts.append(
             events._replace(
@@ -121,6 +123,7 @@ def _pack(column: NDArray[Any]) -> dict[str, str]:
         if len(column) and column.dtype.kind in "iu"
         else (0, 0)
     )
+    # wider integers would be read as float64 anyway, the one type of JavaScript's numbers
     fitting = (name for name in _TYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max)
     name = "f8" if column.dtype.kind == "f" else next(fitting, "f8")
     return {
@@ -165,6 +168,7 @@ def _thin_curves(counters: Counters, begin: int) -> list[dict[str, Any]]:
     """
     curves = []
     for name, device, times, values in build_counter_series(counters):
+        # (times,): the parts of a moment together
         total = np.nansum(np.stack([*values.values()]), axis=0)
         chosen = np.arange(len(times))
         if len(times) > MOST_CURVE_POINTS:
@@ -217,6 +221,7 @@ def write_page(
         compared = format_comparison(analysis, other[1])
         analysis = {**analysis, "begin_ns": 0, "comparison": compared}
     embedded = {**embed_trace(trace, analysis), "device_names": names}
+    # Python would write NaN, which no browser parses
     data = json.dumps(replace_nonfinite({"analysis": analysis, "trace": embedded}), allow_nan=False)
     # names of runs are not trusted: nothing within a script's element may begin a tag
     data = data.replace("<", "\\u003c")
