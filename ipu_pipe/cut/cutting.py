@@ -184,6 +184,7 @@ def _make_spec(tensor: torch.Tensor) -> TensorSpec:
 
 def _make_crossing_template(keys: Sequence[Key]) -> Template:
     """Return the template of a crossing value: one tensor, or a tuple."""
+    # the leaves of the example only give the nest its form
     return Template(tuple(keys), tree_flatten(0 if len(keys) == 1 else (0,) * len(keys))[1])
 
 
@@ -234,6 +235,7 @@ class Program:
             if isinstance(key, Value) and key not in self._indices:
                 needed_results.setdefault(key.call, []).append(key)
         for key in stage.output.keys:
+            # what leaves the stage is not freed
             last_use.pop(key, None)
         # consecutive steps with the same state
         self._steps: list[tuple[AutogradState, list[_Step]]] = []
@@ -353,6 +355,7 @@ def _record(
 
     def record(pretends_tracing: bool) -> StagedRecording:
         batch = map_tensors(lambda t: t.detach().clone(), sort_keys(x))
+        # in evaluation as the caller has it: `make_key` tells the two apart
         with restore_all(model), torch.set_grad_enabled(training or torch.is_grad_enabled()):
             set_mode(model, training)
             recording = record_forward(model, begins, batch, pretends_tracing)
@@ -444,6 +447,7 @@ class Cut:
 
     def copy_to(self, model: nn.Module) -> Cut:
         """Return the same cut of a copy of the model; the copy may lack modules of other stages."""
+        # shallow: both have the same recordings, also those that come later
         other = copy.copy(self)
         other.model = model
         other._is_copy = True
@@ -483,6 +487,7 @@ class Cut:
     def compile(self) -> None:
         """Make pieces call modules by torch.compile from now on."""
         self.compiles = True
+        # those that exist call the modules themselves
         self._programs = {}
 
     def is_prepared(self, x: Any, training: bool) -> bool:
@@ -524,12 +529,14 @@ class Cut:
         staged = self._recordings.pop(key, None)
         if staged is None:
             if self.is_recorded_elsewhere:
+                # shapes are enough, and the copy has nothing else
                 x = map_tensors(lambda t: t.to("meta"), x)
             staged = _record(
                 self.recorded_model, self.begins, x, training, self._homes, self._unread
             )
             if self._homes:
                 self._require_homes(staged)
+            # the first recording decides where weights are, for all later ones
             self._homes = self._homes or dict(staged.homes)
         self._recordings[key] = staged
         return staged
@@ -595,6 +602,7 @@ class Piece(nn.Module):
         )
         self.copies_input = False
         self.calls_before: dict[str, int] = {}
+        # dropout is keyed by the number of a call in the whole forward, not in the piece
         for (earlier, name), count in cut.first.runs.items():
             if earlier < stage:
                 self.calls_before[name] = self.calls_before.get(name, 0) + count
@@ -611,6 +619,7 @@ class Piece(nn.Module):
         """Return the input of the next piece, or the model's output."""
         if self.copies_input:
             value = clone_tensors(value)
+        # recordings number the leaves of the input in the order of sorted keys
         value = value if self.stage or isinstance(value, torch.Tensor) else sort_keys(value)
         program = self.cut.find_program(self.stage, value, self.training)
         if not program.is_cast:

@@ -92,7 +92,7 @@ class Mask(NamedTuple):
         key = [self.call] if self.call else []
         torch.default_generator.manual_seed(derive_seed(seed, microbatch, self.module, *key))
         ones = torch.empty_strided(self.shape, self.stride, dtype=self.dtype).fill_(1)
-        return DROPOUTS[type(module)](ones, module.p, True)
+        return DROPOUTS[type(module)](ones, module.p, True)  # True: in training
 
 
 def draw_masks(
@@ -202,6 +202,7 @@ def trace_pieces(
     model = pieces[0].cut.model
     crossings = list_crossings(pieces)
     x, y = example
+    # a forward may write to its input
     value: Any = map_tensors(lambda t: t.detach().clone(), sort_keys(x))
     stages: list[tuple[_Stage, list[Mask]]] = []
     graphs: list[StageGraphs] = []
@@ -250,6 +251,7 @@ class _Stage:
         self.dropouts = {
             name: module
             for name, module in model.named_modules()
+            # a subclass may have another forward, whose draws are refused
             if type(module) in DROPOUTS and any(module is m for m in piece.modules())
         }
         tables = {id(t): t for m in piece.modules() for t in (m._parameters, m._buffers)}
@@ -340,6 +342,7 @@ class _Stage:
             now = after.get(name)
             if now is not None and earlier.is_same(now):
                 if isinstance(earlier.value, torch.Tensor):
+                    # a closure or a container has no place that could be assigned
                     source = earlier.source or Source({name: earlier.value}, name)
                     self._constants[id(earlier.value)] = name, source._replace(is_written=False)
             elif now is None or earlier.source is None or not _is_alike(earlier.value, now.value):
@@ -359,6 +362,7 @@ class _Stage:
         active = {n: m for n, m in self.dropouts.items() if m.training and m.p}
         try:
             for name, module in active.items():
+                # on the object, where it hides the method of its class until it is deleted
                 module.forward = lambda x, name=name: drop(name, x)
             yield
         finally:
@@ -440,6 +444,7 @@ class _Stage:
                 with self._replace_dropouts(lambda name, x: x * unused_masks.pop(0)):
                     output = self.piece(value)
                 if self.has_loss:
+                    # a fault in the loss names it in place of a module
                     self._running.append(_LOSS)
                     y = _fill(self.label_leaves, self.label_spec, labels)
                     loss = call_loss(self.loss, output, y)
@@ -514,6 +519,7 @@ class _Stage:
             joint.graph.erase_node(node)
         *_, end = joint.graph.nodes
         results = list(end.args[0])
+        # after the outputs comes a gradient, or None, for each argument
         outputs = len(results) - (sum(groups) if any(requires) else 0)
         if any(requires):
             results[outputs + first : outputs + first] = [None] * len(lifted)
@@ -530,6 +536,7 @@ class _Stage:
         if source is not None:
             self.state[name] = source
             return name
+        # what torch.tensor(1.0) in a forward becomes: Python's numbers, which do not change
         is_literal = all(user.target is aten.lift_fresh_copy.default for user in node.users)
         # of the code between modules, which has run when the model was cut
         if is_literal or any(tensor is t for t in self.piece.list_constants()):
@@ -592,6 +599,7 @@ def _trace_joint(run: Callable[..., Any], arguments: list[torch.Tensor]) -> Any:
             run, fakes, trace_joint=needs_gradient, decompositions=_list_decompositions()
         )
     _separate_weight_gradients(joint.graph)
+    # one half of a convolution's backward may be unused, as of the first layer
     joint.graph.eliminate_dead_code()
     return joint
 
@@ -730,6 +738,7 @@ class _Passes:
     def _list_weight_views(self) -> set[fx.Node]:
         """Return the weights, and the views that depend on nothing else."""
         views = set(self._weights)
+        # nodes come after their inputs, so that one pass finds views of views
         for node in self._joint.graph.nodes:
             inputs = node.all_input_nodes
             if inputs and _is_view(node) and all(i in views for i in inputs):
@@ -751,9 +760,11 @@ class _Passes:
             seen.add(node)
             if node in self._weights or node in self._tangents:
                 continue
+            # made of no argument: the backward makes it again
             is_constant = node.op != "placeholder" and not _list_ancestors([node]) & set(
                 self._arguments
             )
+            # views of weights are made again, of the weights that the backward reads
             if node.op == "placeholder" or (
                 node in needed and node not in self._weight_views and not is_constant
             ):
@@ -792,6 +803,7 @@ class _Passes:
         gradients = _list_nodes(self.weight_gradients)
         late = _list_ancestors(gradients, stop=early) - early
         needed = {i for node in late for i in node.all_input_nodes if i in early}
+        # = {node|a weight gradient that comes out on the way to the input gradient is handed over
         needed |= {node for node in gradients if node in early}
         self.kept = sorted(needed, key=self._order.__getitem__)
         of_input = self._extract(

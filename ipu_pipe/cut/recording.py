@@ -179,6 +179,7 @@ class Recorder:
         }
         self._cut_modules = {id(model.get_submodule(name)) for name in list_cut_modules(begins)}
         self._names = {id(module): name for name, module in model.named_modules()}
+        # the state inside the model's forward, from which calls may differ
         with enter_model_autocast(model):
             self._base = torch.is_grad_enabled(), read_autocast()
         # the running modules around cuts, the innermost last
@@ -244,6 +245,7 @@ class Recorder:
         if id(module) in self._cut_modules:
             self._running.append(name)
             return
+        # the arguments are looked at by torch functions, which are no calls of the model
         self._is_busy = True
         self._call_name = name
         self._made = set()
@@ -347,6 +349,7 @@ class Recorder:
             if storage not in read:
                 self._made.add(storage)
                 self._alive.append(
+                    # keeps its number from being reused, not its memory
                     StorageWeakRef(tensor.untyped_storage())
                     if tensor.layout is torch.strided
                     else tensor

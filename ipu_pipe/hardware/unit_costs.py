@@ -119,6 +119,7 @@ def _interpolate(unit: Unit, samples: int) -> UnitSeconds:
     if len(points) == 1:
         scale = samples / points[0].samples
         return UnitSeconds(scale * points[0].forward, scale * points[0].backward)
+    # the measured size at or above; the last one for larger microbatches
     above = next((i for i, point in enumerate(points) if point.samples >= samples), len(points) - 1)
     a = points[max(above - 1, 0)]
     # outside the measured sizes, the line through the two nearest goes on
@@ -149,6 +150,7 @@ def compute_update_seconds(
     sizes = PRECISIONS[precision]
     state = count_state_bytes(precision, moments)
     traffic = 2 * (sizes.weight + state) + sizes.gradient
+    # a measured update counts on any hardware
     seconds = unit.update_seconds or unit.parameters * traffic / hardware.device.bandwidth
     if streamed:
         assert hardware.device.streaming_bandwidth is not None

@@ -108,6 +108,7 @@ class Tally:
     def __init__(self, loss: Loss, metrics: Metrics = DEFAULT) -> None:
         self._loss = get_block_loss(loss)
         self._counts_labels = is_cross_entropy(get_uncast_loss(get_plain_loss(self._loss)))
+        # two sums: of the loss times its weight, and of the weight
         self._losses = MetricSums(self._sum_loss, 2)
         self._metrics = [metric.make_sums() for metric in metrics]
 
@@ -181,6 +182,7 @@ def evaluate_batches(
     with enter_evaluation(model):
         for x, y in batches:
             outputs = compute_outputs(model, x)
+            # the first outputs tell how many losses there are
             tallies = tallies or [Tally(loss, metrics) for _ in outputs]
             for tally, output in zip(tallies, outputs):
                 tally.add(output, y, count_samples(x))

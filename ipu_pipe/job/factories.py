@@ -234,6 +234,7 @@ def apply_settings_by_stage(config: Config, groups: Groups, delays: Sequence[flo
 
 def resolve_torch_name(name: str, key: str) -> Callable[..., Any]:
     """Import what an import string names, or a name in a module of PyTorch with dots alone."""
+    # torch.optim.lr_scheduler.StepLR: the last part is the name
     return resolve_entry(name if ":" in name else ":".join(name.rsplit(".", 1)), key)
 
 
@@ -280,6 +281,7 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
         )
     # a console script, unlike `python -m`, does not look for modules in the current folder
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        # first, as for `python -m`: before an installed module of that name
         sys.path.insert(0, str(Path.cwd()))
     try:
         # a plan may build on the meta device, but a module keeps the tensors of its import
@@ -339,6 +341,7 @@ def _import_module(name: str) -> Any:
         try:
             return importlib.import_module(f"ipu_pipe.{name}")
         except ModuleNotFoundError as second:
+            # one that the library's own model imports is named as it is
             missing = name if second.name == f"ipu_pipe.{name}" else error.name
             raise ModuleNotFoundError(f"No module named {missing!r}", name=missing) from None
 
@@ -393,6 +396,7 @@ def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) 
         raise BadInput([f"{key}: {fault}" for fault in error.lines]) from None
     # the user's function may raise anything
     except Exception as error:
+        # the messages of these two say enough; of others the type is named, too
         message = str(error) if isinstance(error, (TypeError, ValueError)) else summarize(error)
         raise BadInput(f"{key}: {show(dict(args))}: {message}") from error
 

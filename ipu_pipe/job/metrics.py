@@ -152,6 +152,7 @@ _ERRORS: dict[str, Callable[[Sequence[float]], float | None]] = {
 }
 
 
+# one object a name: two of one name differ by their functions, and `in DEFAULT` must find it
 @functools.lru_cache(maxsize=None)
 def _find_metric(name: str) -> Metric:
     """Return the library's metric of that name."""
@@ -192,6 +193,7 @@ def _make_own_metric(name: str, metric: Any) -> Metric:
     def sum_batch(output: Any, y: Any, samples: int) -> torch.Tensor:
         returned = metric(output, y)
         try:
+            # detached: a mean of values that kept their graphs would keep all batches
             value = torch.as_tensor(returned, dtype=torch.float64).detach()
         except (TypeError, ValueError, RuntimeError) as error:
             kind = describe_kind(returned)

@@ -63,6 +63,7 @@ class Overrides(NamedTuple):
             for key in missing
         ]
         for key, name in (("model", config.model.entry), ("data", config.data.name)):
+            # a config that says `given` without a description comes from no run
             if name == GIVEN and described[key] is None and getattr(self, key) is None:
                 faults.append(
                     f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure"
@@ -137,6 +138,7 @@ def describe(value: Any) -> Description:
     """
     if isinstance(value, functools.partial):
         return Description(name=qualify(value.func), settings=_select_plain(value.keywords))
+    # what a function or a class has is no setting
     attributes = {} if hasattr(value, "__qualname__") else getattr(value, "__dict__", {})
     public = {
         key: item
@@ -188,6 +190,7 @@ def _select_plain(values: Mapping[str, Any]) -> dict[str, Any]:
             value = list(value)
         elif not isinstance(value, (int, float, str)):
             continue
+        # 0 is a setting, and False is not: both are false
         if value is not False:
             plain[str(key)] = value
     return plain

@@ -306,6 +306,7 @@ class Job(Setup):
         # a run may end within its warm-up
         phases = [("gpipe", min(warm, self.updates), batch)]
         if self.updates > warm:
+            # counted from the end of the warm-up
             marks = [(k - warm) * accumulate for k in self.drains if k > warm]
             schedule = make_schedule(
                 self.method, stages, (self.updates - warm) * accumulate, accumulate, marks
@@ -322,6 +323,7 @@ class Job(Setup):
         """
         warm = self.rules.switch
         N = self.schedule.accumulate
+        # the end of the warm-up is among them, so that a stretch has one method
         marks = sorted({mark for mark in (0, warm, *drains, updates) if mark <= updates})
         played: dict[tuple[str, int], FloatArray] = {}
         ends = [np.zeros(1)]
@@ -413,6 +415,7 @@ def _move(
     if pins and value.device.type == "cpu" and get_kind(device).pins_memory():
         # before pinning, because a conversion makes a new tensor, which would not be pinned
         value = value.to(dtype) if value.is_floating_point() else value
+        # from memory that is not pinned a copy would wait all the same
         return value.pin_memory().to(device, non_blocking=True)
     # whole numbers stay what they are: they are labels, or index an embedding
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)

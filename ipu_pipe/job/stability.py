@@ -77,6 +77,7 @@ def derive_recurrence(
     `discrepancy` is PipeMare's Delta, as a share of the curvature.
     """
     groups = job.full_optimizer.param_groups
+    # a stage without weights has no group
     options = next((group for group in groups if group["stage"] == stage), groups[0])
     momentum = float(options["momentum"])
     # torch's SGD ignores dampening without momentum
@@ -112,6 +113,7 @@ def derive_recurrence(
     forward_read = DelayedRead(factor * (1 + discrepancy), forward, horizon, by_velocity)
     # the second read would be of the same weights, or count nothing
     if backward == forward or not discrepancy:
+        # two versions that do not differ have no discrepancy
         return Recurrence((forward_read._replace(sensitivity=factor),), momentum, a, b)
     backward_read = DelayedRead(
         -factor * discrepancy, backward, backward_horizon, by_velocity, correction

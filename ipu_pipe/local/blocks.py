@@ -135,6 +135,7 @@ class Blocks:
                         f"{tuple(output.shape)}"
                     )
                 if overwrites:
+                    # the next block reads the same activations
                     built.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
                 heads[str(index)] = built
         return heads
@@ -172,6 +173,7 @@ class Blocks:
             if overlaps:
                 previous = entering, torch.get_rng_state()
             value = piece(value)
+            # the next block's gradients end here
             entering = tree_map(torch.Tensor.detach, value)
             head = self.get_head(index)
             if head is not None:
@@ -310,6 +312,7 @@ def observe_blocks(model: nn.Module, loss: Loss, example: tuple[Any, Any]) -> Ob
     blocks = get_blocks(model)
     assert blocks is not None
     overlap = blocks.overlap
+    # without duplicates, whose operations would be counted for the blocks' own
     blocks.overlap = 0
     with restore_function(get_user_loss(loss)):
         observation = observe_training(model, *example, lambda x, y: loss(call_model(model, x), y))

@@ -82,6 +82,7 @@ def require_weights_for(model: nn.Module, stages: Any) -> None:
     microbatches are as many by default, would be blamed.
     """
     count = stages.get("count") if isinstance(stages, Mapping) else stages
+    # a bias that was left out is None in the table
     layers = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
     if isinstance(count, int) and count > max(len(layers), 1):
         raise BadInput(explain_too_many(count, len(layers)))
@@ -219,6 +220,7 @@ def count_replicas(replicas: int, process_group: Any, data_group: Any) -> int:
             f"data_group: rank {shared[0]} is in process_group, too: the groups must share this "
             f"rank alone"
         )
+    # 1 is the default, which says nothing
     if replicas not in (1, len(ranks)):
         raise BadInput(
             f"replicas: {replicas}: data_group has {len(ranks)} ranks, which are the replicas: "

@@ -163,6 +163,7 @@ class Flow:
         """
         if self._job.method.rounds is not None:
             return self.table.schedule.get_drain_interval(k)[1]
+        # update k leaves at the earliest with its own batch
         batches = k + 1
         while self.count_left(batches) <= k:
             batches += 1

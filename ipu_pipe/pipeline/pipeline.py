@@ -439,6 +439,7 @@ class Pipeline:
                 self._handle.record(k)
                 self._sums[k] = sums
                 self._data.give(self._number(batch[i * size : (i + 1) * size], k))
+            # once for all, since each lending walks over all weights
             with flow.lend_gradients():
                 for _ in range(self.updates_per_call):
                     flow.give()
@@ -596,6 +597,7 @@ class Pipeline:
                 for batch in itertools.islice(iterator, shard, None, shards):
                     yield job.prepare_batch(batch if self._loss is not None else unwrap(batch))
 
+            # after those of its blocks comes the result of the whole model
             result = engine.evaluate(read, chosen)[-1]
         return {"loss": result.loss, **result.metrics}
 
@@ -652,6 +654,7 @@ class Pipeline:
                 ):
                     # ranks of sharded weights have no other whole model than the copy
                     is_copy = job.precision.is_sharded
+                    # a rank without a copy has nothing to compare
                     whole = (copied or nn.Module()) if is_copy else self.model
                     # by sums, because a write through .data leaves no other trace
                     before = sum_tensors(whole)
@@ -776,6 +779,7 @@ class Pipeline:
             if any(p.numel() for p in group["params"])
         }
         groups = settings["groups"]
+        # a stage steps only its own parameters, so that a rank may have old settings of others
         for other in gather_objects(
             {member: groups[member] for member in here if member < len(groups)}
         ):
@@ -805,6 +809,7 @@ class Pipeline:
             # before the drain, so that a state that is refused has changed nothing
             saved = self._parse_state(state)
         self._drain("load_state_dict")
+        # results of before the state are dropped with it
         self._pending = []
         if saved.settings is not None:
             self._handle.import_settings(saved.settings)
@@ -953,6 +958,7 @@ class Pipeline:
         updates: list[Update] = []
         if not self._is_broken:
             updates = self._drain_and_take("close") if self.can_drain else self._end_within_round()
+            # also if the engine fails to end: a second close must not wait for ranks that have gone
             self._is_closed = True
             if self._flow is not None:
                 with self._break_on_error("close"):
@@ -1292,6 +1298,7 @@ class Pipeline:
         engine = self._require_flow().engine
         with self._break_on_error("step"):
             state = engine.collect_state()
+            # the engine's tensors are the model's own, which the next build changes
             saved = None if state is None else self._copy_state(state)
             # every rank loads the whole state
             saved = run_on_main(lambda: saved)
@@ -1333,6 +1340,7 @@ class Pipeline:
         with world.enter(self._column):
             self._drain(call)
         with self._break_on_error(call):
+            # switching writes into the groups
             before = [copy_group(group) for group in inner.param_groups]
             switch(inner)
             # schedule-free optimizers keep their mode in the groups
@@ -1349,6 +1357,7 @@ class Pipeline:
         """
         updates = self._pending
         self._pending = []
+        # a generator: each result is taken when it is looked at
         for k, result in results:
             sums = self._sums.pop(k, [])
             try:
@@ -1361,6 +1370,7 @@ class Pipeline:
                 )
                 raise Divergence(error.reason, advice) from None
             updates.append(Update(k, result.loss, result.accuracy, result.blocks))
+        # no stage steps an update that has left once more
         self._handle.forget_before(self.finished)
         return updates
 
@@ -1415,6 +1425,7 @@ class Pipeline:
         N = job.schedule.accumulate
         P = len(job.partition)
         updates = self.updates if exactly else max(self.updates, -(-3 * P // N) + 1)
+        # as many updates as the steady state of the versions needs
         return job.close(updates, self._require_flow().drains)
 
     def _find_undrainable(self) -> str | None:

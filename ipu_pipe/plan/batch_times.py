@@ -79,7 +79,7 @@ class BatchTimes:
                 abs(slope - before) <= STEADY * slope
                 and slope >= (1 - STEADY) * step * self._slowest
             ):
-                further_steps = (accumulate - shortest) / step - 2
+                further_steps = (accumulate - shortest) / step - 2  # beyond the third length
                 link_busy = {
                     link: busy + further_steps * (busy - second.link_busy.get(link, 0.0))
                     for link, busy in third.link_busy.items()
@@ -96,6 +96,7 @@ class BatchTimes:
         return self._known[accumulate]
 
     def _simulate_eager(self, accumulate: int) -> BatchTime:
+        # one filling, and as many more that are timed
         updates = 1 if self.method.flushes else 2 * _count_filling(self.stages, accumulate)
         ends = time_first_updates(self._make_schedule(accumulate), self.costs, updates)
         return BatchTime(
@@ -107,6 +108,7 @@ class BatchTimes:
         schedule = self._make_schedule(accumulate)
         times = clock(schedule, self.costs)
         batches = schedule.update_count
+        # on average: in lock-step all batches are counted, also those that fill and drain
         link_busy = {link: busy / batches for link, busy in times.link_busy.items()}
         updates = 1 if self.method.flushes else 2 * _count_filling(self.stages, accumulate)
         return BatchTime(
@@ -157,6 +159,7 @@ def _count_filling(stages: int, accumulate: int) -> int:
     return -(-2 * stages // accumulate)
 
 
+# many candidates, and their bottlenecks, play one schedule with other costs
 @lru_cache(maxsize=512)
 def _make_schedule(
     method: Method, stages: int, microbatches: int, accumulate: int, lockstep: bool
@@ -216,6 +219,7 @@ def bound_by_costs(
         one.seconds + one.latency + other.seconds + other.latency
         for one, other in zip(costs.onward, costs.back)
     ]
+    # (P,): from each stage to the last one and back
     round_trip = np.cumsum((work + np.array([*crossing, 0.0]))[::-1])[::-1]
     bounds.append(count * float((round_trip / in_flight).max()))
     # previous stages compute before a stage begins and after it ends

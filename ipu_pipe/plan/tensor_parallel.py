@@ -88,6 +88,7 @@ def _predict(
     memory = compute_stage_memory(
         part,
         float(sums.entering[:end].sum()),
+        # one version of the weights and one microbatch, since there is no pipeline
         KeptCounts(1, 1, 1),
         precision=problem.precision,
         samples=samples,
@@ -104,6 +105,7 @@ def _predict(
     communicate = sum(
         passes * ALL_REDUCES * _compute_reduce_seconds(problem, ways, size)
         for size in messages
+        # a unit without weights is not divided, and reduces nothing
         if size
     )
     # 2: a recomputation is another forward

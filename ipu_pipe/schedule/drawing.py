@@ -87,6 +87,7 @@ def draw_html(schedule: Drawable, read_versions: ReadVersions | None = None) -> 
         for device in devices[:MOST_ROWS]
     }
     # slots are equally wide, as they take equally long
+    # in letters, as they are read: without tags, and &middot; as one
     width = max(
         (len(unescape(_TAG.sub("", cell))) for row in rows.values() for cell in row), default=1
     )

@@ -548,6 +548,7 @@ def _resolve_settings(method: Method, settings: dict[str, Any]) -> Method:
         )
         return replace(method, history=history)
     if method.rounds is not None:
+        # `Outer` is its only kind, so that its name says nothing more
         outer = {key: value for key, value in settings.get("outer", {}).items() if key != "name"}
         steps = settings.get("local_steps", Rounds.steps)
         return replace(
@@ -618,6 +619,7 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
             method, backward_reads=Reads.STASHED if settings["stash"] else Reads.NEWEST
         )
     if "recompute" in settings:
+        # null is 0: the square root of P
         method = replace(method, segments=settings["recompute"].get("segments") or 0)
         if method.backward_reads is not Reads.NEWEST or method.pipeline is not Timeline.DATAFLOW:
             raise BadInput(
@@ -665,6 +667,7 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
     for key in (key for key in settings if key in AXIS_KEYS):
         if fixed is not None and not (method.predicts and key in ("schedule", "turn")):
             reasons[key] = fixed
+    # the first of both: the other one is refused beside it
     delay_key = (
         "hogwild"
         if "hogwild" in settings
@@ -673,6 +676,7 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
         else None
     )
     pipeline = Timeline(settings.get("schedule", method.pipeline))
+    # combinations are judged only of arguments that fit by themselves
     if not reasons:
         if "turn" in settings and pipeline is not Timeline.DATAFLOW:
             reasons["turn"] = (
@@ -733,6 +737,7 @@ def require_sizes(method: Method, stages: int, microbatches: int, accumulate: in
             ("microbatches", microbatches),
             ("accumulate", accumulate),
         )
+        # True is an int, too
         if type(value) is not int or value < 1
     ]
     if not faults and method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < stages:

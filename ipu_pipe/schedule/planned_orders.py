@@ -64,6 +64,7 @@ class Plan:
         self.free_at = [0.0] * P
         self.activations = [0.0] * P
         self.waited = [0.0] * P
+        # the first plan has none before it
         self._spare = [max(earlier_waits, default=0.0) - wait for wait in earlier_waits] or [
             0.0
         ] * P

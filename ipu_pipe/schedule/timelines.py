@@ -80,6 +80,7 @@ def make_schedule(
             longest = definition.longest(accumulate)
             sizes = [(longest, count // longest), (count % longest, 1)]
         for size, repeats in sizes:
+            # a run without warm-up, or of whole batches alone, leaves empty ones
             if size and repeats:
                 third = accumulate if definition.by_accumulate else turn
                 slots, find = definition.stretch(stages, size, third)

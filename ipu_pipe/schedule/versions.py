@@ -87,6 +87,7 @@ def recompute_slots(
     s = np.arange(schedule.stages)[stages]
     ends = find_segment_ends(schedule.stages, method.segments)[stages]
     turn = method.turn if schedule.stages > 1 else 0
+    # the slots of whole segments, of which each stage takes the row of its last one
     backward = schedule.slots(Kind.BACKWARD, first, last, slice(int(ends[0]), int(ends[-1]) + 1))
     return np.asarray(backward[ends - ends[0]] - turn - (ends - s)[:, None])
 

@@ -95,6 +95,7 @@ class StageState:
         self, p: torch.nn.Parameter, group: Mapping[str, Any], kind: str
     ) -> torch.Tensor | None:
         entry, compute = DIRECTIONS[kind]
+        # before its first step a parameter has no direction
         return compute(group, self.state[p]) if p in self.state and entry in self.state[p] else None
 
     def scale_by_group(self, tensors: Tensors, factors: Sequence[float]) -> Tensors:
@@ -197,6 +198,7 @@ class UpdateRules:
             for stage, rule, setting in self._active
             if rule.state is not None
         ]
+        # None: `compensate` changes the entry, not the step
         self._tracked = [entry for entry in states if any(entry[2].values())]
         # called with each update and its stages at its beginning: after rules' `compensate`, before
         # clipping and their `gradient`
@@ -243,6 +245,7 @@ class UpdateRules:
         """Return for each stage (P,) `code` if a rule corrects the weights that such a pass reads,
         else PLAIN.
         """
+        # any rate but 0 tells whether a rule corrects
         reading = Reading(code == FORWARD, rate=1.0)
         corrects = [
             any(c for _, c in self._read(stage, reading)) for stage in range(self._stage_count)
@@ -264,6 +267,7 @@ class UpdateRules:
         """Return the code of the correction for each forward that reads `versions`, (P,) or (P,
         n).
         """
+        # versions of before the switch were made without rules, and are read as they are
         return np.where(versions >= self.switch, self._broadcast_code(FORWARD, versions), PLAIN)
 
     def encode_backwards(self, versions: IntArray, forward: IntArray) -> IntArray:
@@ -349,6 +353,7 @@ class UpdateRules:
             for stage, rule, setting in active
             if rule.compensate is not None and stage.index in stages
         ]
+        # a backward adds to `grad`, but a rule may change the new part alone
         earlier = _take_gradients([stage for stage, _, _ in acting])
         yield
         self.collect()
@@ -362,6 +367,7 @@ class UpdateRules:
                 for name, follow in follows.items()
             }
             age = compute_age(stage.index)
+            # bfloat16 weights have float32 masters, whose gradients these are
             ages = (
                 None if age is None else [age[i].to(p.dtype) for i, p in zip(indices, parameters)]
             )
@@ -481,6 +487,7 @@ class UpdateRules:
                         _change_step(change, setting, stepped, steps.get(stepped.stage.index))
             # [5] the state of rules
             for stage, rule, entries in tracking:
+                # without additions the step is the optimizer's own
                 ignores_changes = rule.follows_optimizer or not changing
                 step = (
                     steps[stage.index]
@@ -580,6 +587,7 @@ class UpdateRules:
         newest = [weight.data for weight, _ in averages]
         try:
             for weight, average in averages:
+                # the averages of masters are float32
                 weight.data = average.to(weight.dtype)
             yield
         finally:
@@ -595,6 +603,7 @@ def _group_by_stage(optimizer: torch.optim.Optimizer, base: float | None) -> dic
             group["stage"], StageState(group["stage"], [], optimizer.state, [], [])
         )
         stage.groups.append(group)
+        # without `base` each group's settings have a rate of their own
         stage.shares.append(group["lr"] / base if base else 1.0)
         stage.kinds.append(get_kind(optimizer, group))
     return stages
@@ -647,6 +656,7 @@ def _list_stepped_groups(stage: StageState) -> list[_SteppedGroup]:
         gradients = [p.grad for p in parameters]
         if group.get("weight_decay") and parameters:
             values = [p.detach() for p in parameters]
+            # as SGD adds it, before the velocity
             gradients = list(torch._foreach_add(gradients, values, alpha=group["weight_decay"]))
         if parameters:
             stepped.append(_SteppedGroup(stage, group, parameters, gradients))
@@ -685,6 +695,7 @@ def _change_step(
     by_id = {id(p): step for p, step in zip(stepped.stage.parameters, steps or ())}
     states = [stepped.stage.state[p] for p in stepped.parameters]
     group_steps = [by_id[id(p)] for p in stepped.parameters if by_id]
+    # in the parameters' own memory: adding to these changes them
     values = [p.detach() for p in stepped.parameters]
     for x, c in change(setting, Move(stepped.group, states, stepped.gradients, group_steps)):
         torch._foreach_add_(values, x, alpha=c)

@@ -104,6 +104,7 @@ class DelayedGlobalNorm:
     def remember(self, k: int, norms: Sequence[float | None]) -> None:
         """Store the global norm of update k; `norms`: the norms of the stages."""
         self._totals[k] = math.sqrt(sum(n * n for n in norms if n is not None))
+        # no later update asks for one that old
         self._totals.pop(k - 2 * self.lag - 1, None)
 
     def clip(self, k: int, parameters: Sequence[torch.Tensor], norm: float | None) -> None:
@@ -127,6 +128,7 @@ def _find_common_lag(schedule: Schedule) -> int:
     for lag in range(1, count):
         if (latest[:-lag] < earliest[lag:]).all():
             return lag
+    # no lag is short enough: every update is clipped by the stage's own norm
     return max(count, 1)
 
 
@@ -201,6 +203,7 @@ class GradientClipping:
 
     def discard_rest(self) -> None:
         """Receive the norms that later updates would have needed, after a run that ended early."""
+        # in the order in which the other ranks have sent them
         for k in sorted(self._norms):
             self._others.discard(k)
         self._norms.clear()

@@ -155,6 +155,7 @@ def export_plateau(scheduler: Any) -> dict[str, Any]:
 def import_plateau(scheduler: Any, state: Mapping[str, Any]) -> None:
     """Restore a state that `export_plateau` returned."""
     scheduler.optimizer.param_groups[0]["lr"] = state["rate"]
+    # the infinity of a new scheduler stays
     if state["best"] is not None:
         scheduler.best = state["best"]
     for key in PLATEAU_STATE:
@@ -232,6 +233,7 @@ def simulate_scheduler(
             raise BadInput(
                 f"{KEY}: {name}: at update {len(rates)} of {updates}: {summarize(error)}"
             ) from error
+    # an infinite rate would be found only by the update that it destroys
     if not all(math.isfinite(rate) and rate >= 0 for row in rates for rate in row):
         raise BadInput(
             f"{KEY}: {type(scheduler).__name__}: returned a rate that is negative or not finite"
@@ -259,6 +261,7 @@ def _make_dummy_optimizer(
         settings = {
             key: value for key, value in group.items() if key not in ("params", "stage", "member")
         }
+        # SGD's step reads a momentum, which groups of Adam lack
         dummy.param_groups[number].update({"momentum": 0.0, **settings, "lr": base})
     return dummy
 
