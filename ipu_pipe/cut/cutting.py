@@ -115,6 +115,7 @@ def split_recording(
     `homes`: the stages of modules that ran in an earlier recording, where their weights stay.
     `unread`: the weights of the last stage that no operation of the forward reads.
     """
+    # what the first recording has decided stays, whatever runs first in this one
     homes = {**recording.homes, **homes}
     stage_of_call = {call.index: call.stage for call in recording.calls}
     # the stage that makes a value or holds a weight, and the last stage that uses it
@@ -129,6 +130,7 @@ def split_recording(
             source[key] = stage_of_call[key.call]
         else:
             source[key] = find_home(key.name, homes, unread, count - 1)
+            # stages hand values and weights to later ones alone
             if source[key] > stage:
                 raise BadInput(
                     f"model: {key.name}: {name} uses it on stage {stage}, but it belongs to stage "
@@ -143,6 +145,7 @@ def split_recording(
     # by cut: weights, then values in order
     crossing_keys: list[list[Key]] = []
     for cut in range(count - 1):
+        # also what a stage only passes on, such as a skip connection
         keys = [key for key in last_use if source[key] <= cut < last_use[key]]
         crossing_keys.append(
             sorted(
@@ -292,6 +295,7 @@ class Program:
         # a copy, so that no tensor of a run stays in the program
         values = self._constants.copy()
         for index, owner, name in self._weights:
+            # read in each run, since a parameter may have been replaced
             values[index] = getattr(owner, name)
         for index, tensor in zip(self._inputs, value if len(self._inputs) > 1 else (value,)):
             values[index] = tensor
@@ -426,6 +430,7 @@ class Cut:
         # whether new programs call compiled modules
         self.compiles = False
         self.first = self._find_recording(x, training=True)
+        # the list itself, in which `remember_gradients` puts others in place
         self.crossings = self.first.crossings
         # by stage: the modules that it calls, and the tensors that other modules own
         self.names = self.first.modules
@@ -437,6 +442,7 @@ class Cut:
         }
         self.owners: list[dict[str, list[str]]] = [{} for _ in self.names]
         for name, module in model.named_modules():
+            # a module that a piece calls has its tensors with it
             for tensor in () if id(module) in inside else (*module._parameters, *module._buffers):
                 home = self._find_home(join_name(name, tensor))
                 self.owners[home].setdefault(name, []).append(tensor)
@@ -575,6 +581,7 @@ def make_key(x: Any, training: bool) -> Any:
     the input.
     """
     leaves = [("", x)] if isinstance(x, torch.Tensor) else walk_leaves(sort_keys(x))
+    # an argument that is None is another forward than one that is a tensor
     kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in leaves)
     return (training, training or torch.is_grad_enabled(), kinds)
 

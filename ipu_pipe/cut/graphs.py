@@ -206,6 +206,7 @@ def trace_pieces(
     value: Any = map_tensors(lambda t: t.detach().clone(), sort_keys(x))
     stages: list[tuple[_Stage, list[Mask]]] = []
     graphs: list[StageGraphs] = []
+    # a loss may count its calls, and this one is none of training
     with restore_all(model), restore_function(loss):
         set_mode(model, True)
         for s, piece in enumerate(pieces):
@@ -215,6 +216,7 @@ def trace_pieces(
             with stage.explain_errors():
                 output, masks = stage.observe()
             stages.append((stage, masks))
+            # each stage has a graph of its own, which does not reach into another's
             value = map_tensors(torch.Tensor.detach, output)
         # the last stage first, which tells what gradients come back to the stage before
         for stage, masks in reversed(stages):
@@ -242,6 +244,7 @@ class _Stage:
         self.entering = list(entering) if entering is not None else [False] * len(self.inputs)
         names = {id(t): name for name, t in reversed([*model.named_buffers()])}
         names.update({id(t): name for name, t in reversed([*model.named_parameters()])})
+        # by id, as the names are
         tensors = {id(t): t for t in piece.list_tensors()}
         self.weights = {names[i]: t for i, t in tensors.items() if t.requires_grad}
         # the running modules, the innermost last
@@ -434,6 +437,7 @@ class _Stage:
         def run(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
             nonlocal counts_labels, gradients
             weights, state, given_masks, inputs, labels = _split(flat, groups)
+            # in the order in which the forward asks for them
             unused_masks = list(given_masks)
             tensors = dict(zip(self.weights, weights))
             # a forward may change them in place, and arguments may not be changed
@@ -461,6 +465,7 @@ class _Stage:
             )
 
         requires = [True] * groups[0] + [False] * (groups[1] + groups[2])
+        # labels have no gradient, nor have state and masks
         requires += self.entering + [False] * groups[4]
         # of a stage under no_grad, or whose weights are frozen
         requires = [r and self._trains for r in requires]
@@ -671,6 +676,7 @@ def describe_node(node: fx.Node, fault: str = "") -> str:
     """
     unvisited = [node]
     seen = {node}
+    # breadth first: the nearest module is the one to name
     for candidate in unvisited:
         for module, line in candidate.meta.get(_MODULES, {}).items():
             if module:
@@ -721,6 +727,7 @@ class _Passes:
         results = list(joint.graph.nodes)[-1].args[0]
         outputs = len(results) - (count if any(requires) else 0)
         self.outputs = list(results[:outputs])
+        # a graph without gradients ends with the outputs
         by_argument = list(results[outputs:]) or [None] * count
         # a weight that no gradient reaches has None, as in autograd, not zeros: optimizers skip it
         present = {t for t, is_absent in zip(self._tangents, absent) if not is_absent}
@@ -793,6 +800,7 @@ class _Passes:
         """
         ends = {*self._weights, *self.saved, *self._tangents}
         in_backward = _list_ancestors([*self.weight_gradients, *self.input_gradients], stop=ends)
+        # an update may come between the halves: the second must not read weights
         readers = [
             node
             for node in in_backward - ends
@@ -803,7 +811,7 @@ class _Passes:
         gradients = _list_nodes(self.weight_gradients)
         late = _list_ancestors(gradients, stop=early) - early
         needed = {i for node in late for i in node.all_input_nodes if i in early}
-        # = {node|a weight gradient that comes out on the way to the input gradient is handed over
+        # a weight gradient that comes out on the way to the input gradient is handed over
         needed |= {node for node in gradients if node in early}
         self.kept = sorted(needed, key=self._order.__getitem__)
         of_input = self._extract(

@@ -143,6 +143,7 @@ def list_foreign_reads(
     """
     named = _name_tensors(trial.model)
     tensors = [*named.values(), *list_tensors(trial.example)]
+    # meta tensors have no values to compare
     if takes_output_alone(trial.loss) or any(t.is_meta for t in tensors):
         return []
     # of each round, since a module may keep a state of its own
@@ -271,6 +272,7 @@ def _compute_losses(
             call_model(trial.model, tree_map(change_values, trial.example[0]))
         with _change_tensors(foreign.values()):
             for _ in range(ROUNDS):
+                # a loss that reads one of `foreign` gives another value in here
                 outputs = forward()
                 with FunctionWatch(note) if note is not None else contextlib.nullcontext():
                     losses = [trial.compute_loss(output) for output in outputs]

@@ -220,6 +220,7 @@ def _run(
             results = flatten_tensors(outputs)
             tensors.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(results)})
             before = {name: b.clone() for name, b in model.named_buffers()}
+            # after the forwards, so that only runs of the backward are noted
             _record_reruns(model, rerun, hooks)
             # in evaluation only an output that is itself a weight requires a gradient
             if training:
@@ -227,6 +228,7 @@ def _run(
                     _run_backward([t for t in results if t.requires_grad])
                     if run_other_backwards is not None:
                         run_other_backwards()
+        # a checkpoint runs modules again, which may count in a buffer
         changed = [name for name, b in model.named_buffers() if not _is_same(b, before[name])]
         # in the order in which the backward reaches them, so that the first difference is the cause
         for name, p in reversed([*model.named_parameters()]):

@@ -157,6 +157,7 @@ def read_idx(images: Path, labels: Path) -> Pair:
         raise BadInput(
             f"data: {images}: no IDX file of images, or {labels.name} does not belong to it"
         )
+    # behind headers of four numbers and of two
     return torch.from_numpy(raw[16:]).view(count, 1, height, width), torch.from_numpy(
         raw_labels[8:]
     ).long()

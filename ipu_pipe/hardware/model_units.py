@@ -191,6 +191,7 @@ def measure_units(
         MeasuredPasses(count_samples(x), *times) for times in zip(seconds.forward, seconds.backward)
     ]
     measured = [
+        # beside those of other sizes, between which seconds are interpolated
         replace(unit, measured=(*unit.measured, times))
         for unit, times in zip(counted.units, passes)
     ]

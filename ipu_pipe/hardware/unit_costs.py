@@ -97,6 +97,7 @@ def compute_pass_seconds(
     sizes = PRECISIONS[precision]
     scale = samples * sizes.activation / unit.number_bytes
     counted = unit.forward_moved or unit.backward_moved
+    # an estimate, where the traffic was not counted
     activations = 0.0 if counted else 2 * scale * unit.activation_bytes
     weights = unit.parameters * sizes.weight
     gradients = unit.parameters * sizes.gradient
@@ -115,7 +116,7 @@ def _interpolate(unit: Unit, samples: int) -> UnitSeconds:
     """Interpolate between the two measured sizes next to `samples`, or scale a single one in
     proportion.
     """
-    points = sorted(unit.measured)
+    points = sorted(unit.measured)  # by samples, their first field
     if len(points) == 1:
         scale = samples / points[0].samples
         return UnitSeconds(scale * points[0].forward, scale * points[0].backward)
@@ -154,5 +155,6 @@ def compute_update_seconds(
     seconds = unit.update_seconds or unit.parameters * traffic / hardware.device.bandwidth
     if streamed:
         assert hardware.device.streaming_bandwidth is not None
+        # read from streaming memory, and written back
         seconds += 2 * unit.parameters * state / hardware.device.streaming_bandwidth.value
     return seconds

@@ -89,6 +89,7 @@ def load_test_batches(
     for number, batch in enumerate(batches):
         x, y = setup.prepare_batch(batch)
         if subset:
+            # the last batch may reach beyond the subset
             x = take_samples(x, subset - samples)
             y = take_samples(y, subset - samples)
         samples += count_samples(x)
@@ -143,6 +144,7 @@ def evaluate_sums(metrics: Metrics, sums: torch.Tensor) -> EvaluationResult:
     for metric in metrics:
         values[metric.name] = metric.compute(rest[: metric.sum_count])
         rest = rest[metric.sum_count :]
+    # no sample, or no label that counts: there is no mean
     return EvaluationResult(loss / weight if weight else None, values)
 
 

@@ -181,6 +181,7 @@ def make_factory(config: Config) -> OptimizerFactory:
             [_make_factory(one, {}, f"optimizer.groups.{i}") for i, one in enumerate(chosen.groups)]
         )
     changes: dict[str, Any] = {}
+    # a rate that is left open is advised for the updates as they are
     if chosen.reference_batch_size and chosen.lr is not None:
         size = config.micro_batch_size * config.gradient_accumulation * config.replicas
         changes["lr"], changes["momentum"] = scale_for_update_size(
@@ -320,6 +321,7 @@ def _list_modules_beside(name: str) -> list[str]:
     if not package_name:
         return []
     try:
+        # for a hint alone: the package may be what is missing
         package = _import_module(package_name)
     except ImportError:
         return []
@@ -339,6 +341,7 @@ def _import_module(name: str) -> Any:
         if top != MODELS or error.name not in (top, name):
             raise
         try:
+            # a clone has the models beside the package, a wheel inside it
             return importlib.import_module(f"ipu_pipe.{name}")
         except ModuleNotFoundError as second:
             # one that the library's own model imports is named as it is
@@ -355,6 +358,7 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: 
     # some built-in callables have no signature; the call itself will fail
     except (TypeError, ValueError):
         return
+    # positional-only parameters cannot be given by name
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     # what goes into **kwargs only the function itself can judge
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -105,11 +105,13 @@ class Overrides(NamedTuple):
             descriptions["loss_weight"], changes["loss_weight"] = describe(self.loss_weight), GIVEN
         if self.optimizer is not None:
             descriptions["optimizer"] = None
+            # the groups that it gets are divided by no_decay; all else is its own
             changes["optimizer"] = OptimizerConfig(
                 name=GIVEN, lr=None, no_decay=config.optimizer.no_decay
             )
         if self.lr_scheduler is not None:
             descriptions["lr_scheduler"] = describe(self.lr_scheduler)
+            # the interval says after how many updates it is stepped
             changes["lr_schedule"] = LrSchedule(name=GIVEN, interval=config.lr_schedule.interval)
         if self.metrics is not None:
             descriptions["metrics"], changes["metrics"] = _describe_all(self.metrics), [GIVEN]

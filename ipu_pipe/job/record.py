@@ -240,7 +240,7 @@ class Job(Setup):
         `drains`.
         """
         N = self.schedule.accumulate
-        marks = [k * N for k in drains]
+        marks = [k * N for k in drains]  # microbatches
         switch = self.rules.switch * N
         stages = len(self.partition)
         schedule = make_schedule(self.method, stages, updates * N, N, marks, switch)
@@ -302,6 +302,7 @@ class Job(Setup):
         accumulate = self.schedule.accumulate
         if not warm:
             return [(self.method.name, self.updates, self.schedule)]
+        # one batch, since all of a warm-up are alike
         batch = make_schedule(METHODS["gpipe"], stages, accumulate, accumulate)
         # a run may end within its warm-up
         phases = [("gpipe", min(warm, self.updates), batch)]

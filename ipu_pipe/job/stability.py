@@ -96,6 +96,7 @@ def derive_recurrence(
         if not rule.acts_on(setting):
             continue
         if rule.key == "gradient_shrinking":
+            # a smaller gradient is that of a smaller curvature
             factor = float(values["factor"]) ** forward
         elif rule.key == "spike_compensation":
             a, b = compute_spike_coefficients(setting, momentum)
@@ -104,7 +105,7 @@ def derive_recurrence(
             correction = float(forward - backward)
             decay = compute_discrepancy_decay(setting)
         elif rule.key == "weight_prediction":
-            horizon = values["scale"] * forward
+            horizon = values["scale"] * forward  # in updates
             by_velocity = values["form"] != "difference"  # SGD's own step is its velocity
         elif rule.key == "spectrain":
             horizon = compute_spectrain_horizon(setting, True)
@@ -137,6 +138,7 @@ def explain_divergence(job: Job, update: int) -> str:
     forward = int(lags[worst])
     backward = int(job.table.greatest_backward_lag()[worst])
     if update < job.rules.switch or not forward or job.method.structure is not None:
+        # a hint that the method or the backend would refuse is none
         is_supported = job.method.structure is None and job.config.backend.facts.clips_any_optimizer
         can_clip = job.config.clip is None and is_supported
         clip = "; clip: {norm: ...} may help" if can_clip else ""

@@ -117,6 +117,7 @@ class Blocks:
                     built.to(device, torch.float32 if is_cast(model) else activation.dtype)
                     if is_cast(model):
                         cast_forward(built, device.type)
+                    # a user's function may return it in evaluation mode
                     enter_training(built)
                     with restore_modes(built):
                         # in evaluation mode, so that running statistics do not change
@@ -216,6 +217,7 @@ class Blocks:
             for name, parameter in piece.named_parameters():
                 tensor = duplicate[name]
                 parameter.grad = average_gradients([parameter.grad, tensor.grad])
+                # the next update gathers anew
                 tensor.grad = None
 
     def forget_duplicates(self) -> None:

@@ -139,6 +139,7 @@ def _choose_cut(secondary: FloatArray, end: IntArray) -> list[int]:
         ends.append(end[rows, best])
         least_sum[:-1], least_sum[-1] = total[rows, best], np.inf
     edges = [0]
+    # the last one chosen is the end of the first part
     for chosen in reversed(ends):
         edges.append(int(chosen[edges[-1]]))
     return edges

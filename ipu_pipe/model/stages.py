@@ -84,7 +84,7 @@ def partition(
     Raise `BadInput` for unknown module names, impossible counts, or a weight of two stages that
     must be in one.
     """
-    # costs take a backward, too, and only a count asks for them
+    # marks, names and "finest" need no costs, which take a backward, too
     balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
     observation = observe_execution(model, example, counted=balances)
     if stages is None:

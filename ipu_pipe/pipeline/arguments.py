@@ -165,6 +165,7 @@ def require_current_gpu(model: nn.Module, device: str | torch.device | None) -> 
     """
     named = [p.device for p in model.parameters()] if device is None else [torch.device(device)]
     places = [where for where in named if where.index is not None]
+    # a device without a number is the current one
     kind = get_kind(places[0]) if places else get_kind("cpu")
     if not (kind.is_accelerator and kind.is_available() and kind.offers("current_device")):
         return

@@ -379,6 +379,7 @@ def _divide(setup: Setup) -> tuple[Setup, Placed, tuple[Any, Any], Observation, 
         if method.structure.blocks is not None and config.method_args.blocks is None:
             config = config.with_method_args(blocks=len(partition))
         loss = SumOfLosses(loss)
+        # again, now that the model has heads
         observation = observe_blocks(model, loss, example)
         footprint = measure_footprint(model, partition, observation)
     if placed.pieces or method.structure is not None:
@@ -418,6 +419,7 @@ def _make_optimizers(
         # only their count matters: `choose_member` knows the group of each parameter
         members = [Member()] * handle.group_count
         choose_member = handle.choose_member
+        # before the optimizer is made, whose groups get the settings by stage
         handle.set_delays(table.rule_lag().tolist())
     groups = make_groups(
         setup.model, placed.partition, config.optimizer.no_decay, members, choose_member

@@ -225,6 +225,7 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
     sparse = []
     for name, module in model.named_modules():
         place = f"model: {name}" if name else "model"
+        # first of all: a lazy parameter has no shape, which what follows reads
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             why = (
                 "is lazy: its weights have no shape yet: state its sizes, or run a batch through "
@@ -399,6 +400,7 @@ def _try_metrics(setup: Setup) -> None:
     # the numbers of a run must not depend on whether it has metrics
     with fork_random(setup.device), torch.no_grad(), restore_all(setup.model):
         setup.model.eval()
+        # a loop, since a data source may have no test set
         for x, labels in itertools.islice(load_test_batches(setup), 1):
             scores = take_scores(setup.loss, call_model(setup.model, x))
             y = get_labels(labels)

@@ -109,6 +109,7 @@ class Flow:
         self._open()
         with self.lend_gradients():
             self.engine.finish(self.given, self.table)
+            # a list, so that they are taken before the next stretch begins
             updates = list(self._take_before(self.given))
             self.engine.reopen(self.given, self.table)
         return updates

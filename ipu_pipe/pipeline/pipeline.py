@@ -663,6 +663,7 @@ class Pipeline:
                         self._seam.note_other_call()
                     yield whole if everywhere or engine.is_main else None
                     if self._seam is not None and engine.leaves_weights_stale:
+                        # a compiled program has read these: the next step makes it anew
                         self._seam.keep_changes(("value", "loss"))
                     has_changed = sum_tensors(whole) != before
                 # out of the context above, because a refusal breaks nothing
@@ -1061,11 +1062,13 @@ class Pipeline:
             # building seeds the generators and runs the model; the loop's own draws must not change
             # by it
             with restore_random_states():
+                # other shapes on a rank would end in gloo's abort, which names no cause
                 compare_inputs(x)
                 # later ones are compared with each result
                 if not self._modes:
                     compare_settings(self._handle.describe_settings())
                 setup = set_up(objects.describe_in(config), **objects._asdict())
+                # with its values, since a conversion to fewer bits loses some
                 undo.callback(setup.precision.give_back)
                 resolved = resolve(setup, objects, Length(), self._handle, self._prepare_stage)
                 job = assemble(resolved, Length(), self._make_rates(resolved))
@@ -1357,7 +1360,6 @@ class Pipeline:
         """
         updates = self._pending
         self._pending = []
-        # a generator: each result is taken when it is looked at
         for k, result in results:
             sums = self._sums.pop(k, [])
             try:
@@ -1425,7 +1427,6 @@ class Pipeline:
         N = job.schedule.accumulate
         P = len(job.partition)
         updates = self.updates if exactly else max(self.updates, -(-3 * P // N) + 1)
-        # as many updates as the steady state of the versions needs
         return job.close(updates, self._require_flow().drains)
 
     def _find_undrainable(self) -> str | None:

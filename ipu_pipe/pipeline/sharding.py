@@ -109,6 +109,7 @@ def _require_groups(
     """Raise `BadInput` for weights that are sharded over ranks of other stages or over a part of
     the replicas, and for ranks that differ. `names`: of the weights.
     """
+    # the other ranks of this pipeline, which hold other stages
     stages = {*world.list_names()} - {dist.get_rank()}
     data_group = world.get_data_group()
     replicas = {dist.get_rank()} if data_group is None else {*world.list_global_ranks(data_group)}

@@ -249,6 +249,7 @@ def make_planned_config(
         "method": candidate.method,
         # a single stage begins with the model, so that there is no name for the list
         "stages": list_stage_modules(problem, prediction) or 1,
+        # others have one stage on a device, the default
         "stages_per_device": None
         if candidate.method_row.order is None
         else candidate.stages_per_device,

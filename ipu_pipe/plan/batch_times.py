@@ -53,6 +53,7 @@ class BatchTimes:
         self.costs = costs
         loads = sum_loads(np.add(costs.forward, costs.backward), method)
         self._devices = len(loads)
+        # in no state does a microbatch take less
         self._slowest = max([*loads, *sum_link_times(self._list_flows(1, ())).values()])
         self._known: dict[int, BatchTime] = {}
 
@@ -85,6 +86,7 @@ class BatchTimes:
                     for link, busy in third.link_busy.items()
                 }
                 return BatchTime(third.seconds + further_steps * slope, link_busy)
+            # not steady yet: three longer batches
             shortest = 2 * shortest
             step = 2 * step
         return self._simulate(accumulate)
@@ -202,6 +204,7 @@ def bound_by_costs(
     count = candidate.gradient_accumulation
     flushes = candidate.method_row.flushes
     work: FloatArray = np.add(costs.forward, costs.backward)
+    # a single replica reduces nothing
     reduce = costs.reduce or (Transfer(),) * len(work)
     back = () if local else costs.back
     flows = [(count, transfer) for transfer in (*costs.onward, *back)] + [

@@ -142,6 +142,7 @@ def list_candidates(
         width = devices // depth
         for size in list_powers_of_two(greatest_batch // width):
             for method in methods if depth > 1 else methods[:1]:
+                # a single stage has no order to choose
                 schedules = list_schedules(METHODS[method]) if depth > 1 else (None,)
                 for v in _list_stages_per_device(METHODS[method], depth, units):
                     for accumulate in _list_accumulations(
@@ -296,7 +297,6 @@ def make_boundary_transfer(
         (layout.get_device(r, ends[0]), layout.get_device(r, ends[1])) for r in range(layout.width)
     ]
     # both stages are on one device
-    # alike in all replicas:
     if flows[0][0] == flows[0][1]:
         return Transfer()
     sharing = count_sharing(hardware, flows)

@@ -113,6 +113,7 @@ def choose_stages(
     stages_per_device = 1 if method.order is None else method.order.stages_per_device
     count = None if processes is None else processes * stages_per_device
     if config.stages != "auto":
+        # what the config says goes before the number of processes
         count = config.stages["count"]
     if count is not None and count % stages_per_device:
         raise BadInput(
@@ -237,6 +238,7 @@ def _cut_by_times(
     if count is not None and count <= len(units):
         shortage = _explain_shortage(config, hardware, count, stages_per_device)
         raise_faults([shortage] if shortage is not None else [])
+    # the method may refuse some of these, as 2BW refuses more stages than microbatches
     depths: Sequence[int] = range(
         1, min(hardware.devices // width, len(units) // stages_per_device) + 1
     )

@@ -320,6 +320,7 @@ def search(problem: Problem, candidates: Sequence[Candidate], count: int) -> Sea
             # a later bound is mostly tighter, not always
             bound = max(bound, seconds / candidate.global_batch_size)
             heapq.heappush(waiting, (bound, order, layout_order, steps, prediction))
+    # those that are listed count with the others of their shape
     alike = sum(candidate.shape in listed_shapes for candidate in candidates) - len(best)
     without_room = sum(candidate.shape not in listed_shapes for candidate in no_room)
     refused = {
@@ -337,6 +338,7 @@ def _bound(candidate: Candidate, layout: ReplicaLayout, costings: _Costings) -> 
     costing = costings.make(candidate, layout)
     work = costings.get_unit_seconds(candidate)
     slowest = bound_slowest(work, candidate.stages)
+    # fewer units than stages
     if slowest == math.inf:
         return
     # the stages of a device need not be consecutive

@@ -388,6 +388,7 @@ class Costing:
             )
         enter = 0.0
         if self.problem.lockstep:
+            # all replicas take samples from their hosts at once
             enter = compute_host_seconds(
                 hardware, self.layout.list_replicas(0), float(sums.entering[0])
             )

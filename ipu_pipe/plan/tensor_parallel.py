@@ -124,6 +124,7 @@ def _compute_reduce_seconds(problem: Problem, ways: int, size: float) -> float:
     links no other group uses.
     """
     level = find_level(problem.hardware, range(ways))
+    # one device reduces nothing
     return 0.0 if level is None else compute_all_reduce_seconds(level, size, ways)
 
 

@@ -263,8 +263,8 @@ def compute_bubbles(
         weight_gradient=[W * share for share in shares],
     )
     times = clock(schedule, costs)
-    begin = times.start[Kind.FORWARD].min(axis=1)
-    end = np.max([times.end[kind].max(axis=1) for kind in schedule.passes], axis=0)
+    begin = times.start[Kind.FORWARD].min(axis=1)  # (P,)
+    end = np.max([times.end[kind].max(axis=1) for kind in schedule.passes], axis=0)  # (P,)
     stages_by_device = [list_stages(devices, device) for device in set(devices)]
     makespan = float(end.max() - begin.min())
     span = max(float(end[stages].max() - begin[stages].min()) for stages in stages_by_device)
@@ -377,6 +377,7 @@ class _Player:
                 columns[kind] = np.array(
                     [row[:count] for row in values[code * P : (code + 1) * P]], np.float64
                 )
+        # without an update the array would have no last dimension
         pairs = np.array(self.updates, np.float64).reshape(P, -1, 2)
         times.start[Kind.UPDATE], times.end[Kind.UPDATE] = pairs[:, :, 0], pairs[:, :, 1]
         return times
@@ -563,6 +564,7 @@ class _LockstepPlayer(_Player):
                 now += self._exchange(costs.reduce)
                 for stage in waiting.pop(k):
                     self.note_update(stage, k, now, now + costs.update[stage])
+                # the next slot begins when the slowest stage has updated
                 now += max(costs.update)
 
     def _exchange(self, transfers: Iterable[Transfer]) -> float:

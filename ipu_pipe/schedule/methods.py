@@ -519,8 +519,10 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         for key in (*AXIS_KEYS, *METHOD_OF_KEY, *ORDER_KEYS)
         if args.get(key) is not None
     }
+    # before anything is set, so that one attempt tells all faults
     raise_faults(_find_misfits(method, settings))
     method = _resolve_settings(method, settings)
+    # where all stages read one version they share weights anyway
     if args.get("tied") is None or method.one_version:
         return method
     if not method.can_share_weights:
@@ -633,6 +635,7 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
 
 def _format_key(key: str) -> str:
     """Return the place of a method's setting in a refusal."""
+    # it stands beside method_args in a config, the others in it
     return key if key == "stages_per_device" else name_key(f"method_args.{key}")
 
 
@@ -665,6 +668,7 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
         )
     fixed = _explain_fixed_axes(method)
     for key in (key for key in settings if key in AXIS_KEYS):
+        # a prediction follows whatever schedule there is
         if fixed is not None and not (method.predicts and key in ("schedule", "turn")):
             reasons[key] = fixed
     # the first of both: the other one is refused beside it

@@ -197,6 +197,7 @@ def plan_v(order: Order, P: int, M: int) -> list[list[Pass]]:
             there = [d for d in range(P) if next_stage[d] < P]
             back = [d for d in range(P) if next_stage[d] >= P]
             for d in (*reversed(there), *back):
+                # of the last microbatches there may be none left
                 if plan.count(I, next_stage[d]) < M:
                     plan.add_with_fillers(
                         I,

@@ -142,6 +142,7 @@ def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
         # whole backwards among split ones become both halves, which the slots need to be counted
         # alike
         rows = [[half for action in row for half in _halve(action)] for row in rows]
+    # the names of file and cells stay, for the faults
     slots = _find_earliest_slots(device_rows._replace(rows=rows), both, whole)
     slots_by_kind = {
         kind: np.array(
@@ -237,6 +238,7 @@ def read_csv(name: str) -> DeviceRows:
         raise BadInput(faults or f"{name}: has no rows")
     if communication:
         _warn_of_communication(name, communication)
+    # after the last cell, since the other half of a backward may come late
     rows = [[_read_older(action, cell_of) for action in row] for row in rows]
     return DeviceRows(rows, tuple(device_of[stage] for stage in range(stages)), name, cell_of)
 
@@ -345,6 +347,7 @@ def _parse_row(device: int, row: Row, placement: Sequence[int]) -> list[Action]:
     for action in actions:
         if action.kind is Kind.UPDATE:
             raise BadInput(f"{label}: {action}: updates follow from accumulate and are not written")
+        # a recomputation or an average is planned by no row
         if action.kind not in {*PASSES, *SPLIT_PASSES}:
             raise BadInput(f"{label}: {action}: must be a forward or a backward")
         if action.stage not in stages:

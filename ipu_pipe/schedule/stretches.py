@@ -171,6 +171,7 @@ class Stretch:
 def join(stretches: Sequence[Stretch], kind: Kind, index: IntArray, stages: IntArray) -> IntArray:
     """Return the slots (P, n) of the microbatches `index`, (n,) ascending, over all stretches."""
     stops = np.searchsorted(index, [stretch.end_microbatch for stretch in stretches])
+    # ascending: each stretch has a run of them
     parts = np.split(index, stops[:-1])
     slots = [s.find_slots(kind, part, stages) for s, part in zip(stretches, parts) if len(part)]
     # a window may have no microbatches

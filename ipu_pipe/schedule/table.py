@@ -109,6 +109,7 @@ class Schedule:
         )
         both = self.slot_holds is SlotHolds.BOTH
         for stretch in distinct.values():
+            # in this order: each proof needs that the one before has found no fault
             fault = _find_missing(stretch, self.stages)
             tables = {} if fault else stretch.spell_out(self.stages)
             fault = fault or _find_disorder(stretch, tables, both, self.local)
@@ -285,6 +286,7 @@ class Schedule:
         grids = {}
         for kind in self.passes:
             count = self.count_before(kind, ends, stages)
+            # from the stage that is furthest behind to the one furthest ahead
             first = int(count[:, 0].min())
             last = int(count[:, 1].max())
             if not self.keeps_order(kind):

@@ -74,6 +74,7 @@ def make_schedule(
             interval = method.rounds.interval(stages)
             sizes = _split_into_rounds(drains, count, accumulate, interval * accumulate)
         elif definition.longest is None:
+            # from the end of the warm-up, which drains after each batch
             later = [drain - warm for drain in drains if drain >= warm]
             sizes = _split_at_drains(later, count, accumulate)
         else:

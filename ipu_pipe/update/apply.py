@@ -100,6 +100,7 @@ class StageState:
 
     def scale_by_group(self, tensors: Tensors, factors: Sequence[float]) -> Tensors:
         """Multiply tensors, one for each parameter, by the factor of the parameter's group."""
+        # most runs have one rate for all groups: no product, which would be a copy
         if all(factor == 1 for factor in factors):
             return tensors
         by_parameter = [
@@ -465,6 +466,7 @@ class UpdateRules:
         before = {
             stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in tracking
         }
+        # before the step: the average of a weight that did not move so far is the weight of now
         averages = self._begin_averages(others) if self.decay is not None else {}
         with torch.no_grad():
             # [3] gradients
@@ -481,6 +483,7 @@ class UpdateRules:
             ]
             with _delay_hooks(self.optimizer) if changing else contextlib.nullcontext():
                 self._step_optimizer(others)
+                # the optimizer's own steps, before the additions of rules
                 steps = {s: _compute_step(self.stages[s], old) for s, old in before.items()}
                 for change, setting, groups in changing:
                     for stepped in groups:
@@ -542,6 +545,7 @@ class UpdateRules:
                 self._written[id(group)] = settings.changes
             else:
                 group.update(settings)
+            # after the other settings, which have the rate before the rules
             group["lr"] = float(self._stage_rate(stage.index, k, float(settings["lr"]))) * share
 
     # ---- the moving average of the weights, as in torch.optim.swa_utils.AveragedModel
@@ -678,7 +682,7 @@ def _delay_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             part._optimizer_step_post_hooks = hooks
     for part, hooks in hooks_by_part.items():
         for hook in list(hooks.values()):
-            hook(part, (), {})
+            hook(part, (), {})  # its arguments: optimizer, args, kwargs
 
 
 def _compute_step(stage: StageState, before: Tensors) -> Tensors:

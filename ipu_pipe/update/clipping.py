@@ -209,6 +209,7 @@ class GradientClipping:
         self._norms.clear()
 
     def _clip_by_delayed_norm(self, delayed: DelayedGlobalNorm, k: int) -> None:
+        # before they are scaled, since later updates are clipped by these
         norms = {s: compute_norm(ps, self._compute) for s, ps in self._stages.items()}
         source = delayed.get_source(k)
         if source is not None:

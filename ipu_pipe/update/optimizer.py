@@ -89,6 +89,7 @@ def make_groups(
     for stage in part.stages:
         trained = [name for name in stage.parameters if parameters[name].requires_grad]
         for number in range(len(members)):
+            # weight decay is a setting of groups: parameters without it need their own
             for decays in (True, False):
                 chosen = [
                     n
@@ -570,6 +571,7 @@ def import_state(
             optimizer.state.pop(parameter, None)
     for name, state in entries.items():
         parameter = by_name[name]
+        # a weight of another process's stages
         if parameter not in parameters:
             continue
         group = group_of.get(id(parameter), {})

@@ -204,6 +204,7 @@ def compensate_delay(
         )
     if age is None:
         return
+    # h*h (w_now - w_read)
     terms = torch._foreach_mul(torch._foreach_mul(gradients, gradients), age)
     if values["adaptive"]:
         roots = torch._foreach_sqrt(torch._foreach_add(entries[MEAN_SQUARE], MEAN_SQUARE_EPS))
@@ -516,6 +517,7 @@ def compute_spectrain_horizon(setting: Setting, is_forward: bool) -> float:
     A backward of stage s predicts the weights s updates ahead (dataflow) or s/2 (1F1B), in updates
     of N microbatches; its forward is the stage's lag D earlier still.
     """
+    # a stage of the dataflow updates in each step, one of 1F1B in every second slot
     steps = setting.stage / (1 if setting.method.pipeline is Timeline.DATAFLOW else 2)
     ahead = float(math.ceil(steps / setting.accumulate))
     return setting.lag + ahead if is_forward else ahead
@@ -667,6 +669,7 @@ def list_conflicts(
     keys = [rule.key for rule, _ in acting]
     if not method.is_stale:
         idle = [rule.key for rule, _ in acting if rule.needs_lag]
+        # it runs without staleness until the method begins, which has none either
         idle += ["warmup"] if args.get("warmup") is not None else []
         if idle:
             why = "no gradient is stale: leave it out"
