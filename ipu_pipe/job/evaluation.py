@@ -108,6 +108,7 @@ class Tally:
 
     def __init__(self, loss: Loss, metrics: Metrics = DEFAULT) -> None:
         self._loss = get_block_loss(loss)
+        # the user's loss, without what the library puts around it
         self._counts_labels = is_cross_entropy(get_uncast_loss(get_plain_loss(self._loss)))
         # two sums: of the loss times its weight, and of the weight
         self._losses = MetricSums(self._sum_loss, 2)

@@ -90,6 +90,7 @@ def _describe_losses(name: str) -> str:
         for loss in dir(nn.functional)
         if loss.endswith("_loss") or loss.startswith("binary_cross_entropy")
     ]
+    # of a name with dots, such as F.mse_loss, the last part
     near = find_nearest(name.rpartition(".")[2], [*known, *functions])
     hint = (
         f"; did you mean {'torch.nn.functional:' if near in functions else ''}{near}?"
@@ -393,6 +394,7 @@ def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) 
     """Return `function(**args)`. Raise `BadInput` if it fails; `key` holds its arguments in the
     config.
     """
+    # first, since the call itself would tell of one wrong argument alone
     check_arguments(function, args, key)
     try:
         return function(**args)

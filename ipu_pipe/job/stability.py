@@ -160,6 +160,7 @@ def explain_divergence(job: Job, update: int) -> str:
         # the same optimizer on weights that are never stale
         derive_loop_gain(recurrence._replace(reads=(DelayedRead(1.0, 0),)))
     )
+    # the run does not know the curvature: the limit is that of 1
     (margin,) = compute_margins([StageDynamics(worst, recurrence, float(rates[worst]), 1.0)])
     text += (
         f": it is stable up to {margin.largest_rate:.3g} / curvature, "

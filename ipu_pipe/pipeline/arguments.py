@@ -84,6 +84,7 @@ def require_weights_for(model: nn.Module, stages: Any) -> None:
     count = stages.get("count") if isinstance(stages, Mapping) else stages
     # a bias that was left out is None in the table
     layers = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
+    # a model without weights is refused later, and for that
     if isinstance(count, int) and count > max(len(layers), 1):
         raise BadInput(explain_too_many(count, len(layers)))
 

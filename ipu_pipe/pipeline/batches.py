@@ -115,7 +115,7 @@ def _copy_span(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     # of views too that repeat or leave out memory, such as those of expand and unfold
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    memory = tensor.as_strided((span,), (1,)).clone()
+    memory = tensor.as_strided((span,), (1,)).clone()  # (span,)
     return memory.as_strided(tensor.shape, tensor.stride())
 
 

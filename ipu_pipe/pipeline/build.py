@@ -203,6 +203,7 @@ def _load_initial_weights(
                 name in state and state[name].shape == value.shape
                 for name, value in tensors.items()
             )
+            # one remedy for all of them, after the last
             faults[-1] += (
                 "; init_from: {path: ..., strict: false} takes what fits"
                 if fits

@@ -599,6 +599,7 @@ class Pipeline:
 
             # after those of its blocks comes the result of the whole model
             result = engine.evaluate(read, chosen)[-1]
+        # no metric has this name: `make_metrics` refuses it
         return {"loss": result.loss, **result.metrics}
 
     @take_turn
@@ -608,6 +609,7 @@ class Pipeline:
         """
         job, engine = self._pause("predict")
         with self._break_on_error("predict", only_reads=True):
+            # a model with its own loss takes a whole batch, labels too
             moved = job.move_to_device(x, None)[0] if self._loss is None else _move_inputs(job, x)
             return engine.predict(moved)
 
@@ -663,7 +665,7 @@ class Pipeline:
                         self._seam.note_other_call()
                     yield whole if everywhere or engine.is_main else None
                     if self._seam is not None and engine.leaves_weights_stale:
-                        # a compiled program has read these: the next step makes it anew
+                        # a compiled program has these as they were: the next step must know
                         self._seam.keep_changes(("value", "loss"))
                     has_changed = sum_tensors(whole) != before
                 # out of the context above, because a refusal breaks nothing

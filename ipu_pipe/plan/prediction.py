@@ -252,6 +252,7 @@ class Costing:
         that one of them does.
         """
         least = (self.kept.copies.min(), 0, self.kept.activations.min())
+        # one entry, which is selected as that of stage 0
         fewest_kept = KeptCounts(*(np.array([count]) for count in least))
         first = np.array(0)
         end = np.array(len(self.work))

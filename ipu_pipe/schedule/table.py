@@ -201,7 +201,7 @@ class Schedule:
         return all(kind in stretch.ordered for stretch in self.stretches)
 
     def _index(self, stages: slice) -> IntArray:
-        return np.arange(self.stages)[stages, None]
+        return np.arange(self.stages)[stages, None]  # (P, 1)
 
     def get_drain_interval(self, k: int) -> tuple[int, int]:
         """Return the range [first, end) of updates between the drains before and after update k.

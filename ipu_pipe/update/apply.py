@@ -583,6 +583,7 @@ class UpdateRules:
         """Put the averages of the weights into the model inside the context; without averages leave
         the newest weights.
         """
+        # averages are of the masters, and passes read the weights
         weights: dict[torch.Tensor, torch.Tensor] = {
             master: weight for weight, master in self.weight_master_pairs
         }

@@ -59,6 +59,7 @@ def clip_to_norm(
     """
     if not norms:
         return
+    # the norm of the norms is that of all gradients
     total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     # a comparison in Python would wait for the GPU, which torch's own clipping avoids, too
     _multiply(parameters, torch.clamp(norm / (total + MARGIN), max=1.0))
@@ -128,7 +129,7 @@ def _find_common_lag(schedule: Schedule) -> int:
     for lag in range(1, count):
         if (latest[:-lag] < earliest[lag:]).all():
             return lag
-    # no lag is short enough: every update is clipped by the stage's own norm
+    # in a stretch this short no update has another to take a norm from
     return max(count, 1)
 
 
