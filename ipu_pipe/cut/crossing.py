@@ -116,6 +116,7 @@ class Crossing:
         """Turn a crossing value into messages. Raise `BadInput` if a tensor's shape is not the
         recorded one.
         """
+        # a single tensor crosses without a tuple around it
         values = value if isinstance(value, tuple) else (value,)
         for t, spec in zip(values, self.tensors):
             if (tuple(t.shape), t.dtype) != (spec.shape, spec.dtype):

@@ -115,6 +115,7 @@ def split_recording(
     `homes`: the stages of modules that ran in an earlier recording, where their weights stay.
     `unread`: the weights of the last stage that no operation of the forward reads.
     """
+    # what the first recording has decided stays, whatever runs first in this one
     homes = {**recording.homes, **homes}
     stage_of_call = {call.index: call.stage for call in recording.calls}
     # the stage that makes a value or holds a weight, and the last stage that uses it
@@ -129,6 +130,7 @@ def split_recording(
             source[key] = stage_of_call[key.call]
         else:
             source[key] = find_home(key.name, homes, unread, count - 1)
+            # stages hand values and weights to later ones alone
             if source[key] > stage:
                 raise BadInput(
                     f"model: {key.name}: {name} uses it on stage {stage}, but it belongs to stage "
@@ -143,6 +145,7 @@ def split_recording(
     # by cut: weights, then values in order
     crossing_keys: list[list[Key]] = []
     for cut in range(count - 1):
+        # also what a stage only passes on, such as a skip connection
         keys = [key for key in last_use if source[key] <= cut < last_use[key]]
         crossing_keys.append(
             sorted(
@@ -184,6 +187,7 @@ def _make_spec(tensor: torch.Tensor) -> TensorSpec:
 
 def _make_crossing_template(keys: Sequence[Key]) -> Template:
     """Return the template of a crossing value: one tensor, or a tuple."""
+    # the leaves of the example only give the nest its form
     return Template(tuple(keys), tree_flatten(0 if len(keys) == 1 else (0,) * len(keys))[1])
 
 
@@ -234,6 +238,7 @@ class Program:
             if isinstance(key, Value) and key not in self._indices:
                 needed_results.setdefault(key.call, []).append(key)
         for key in stage.output.keys:
+            # what leaves the stage is not freed
             last_use.pop(key, None)
         # consecutive steps with the same state
         self._steps: list[tuple[AutogradState, list[_Step]]] = []
@@ -290,6 +295,7 @@ class Program:
         # a copy, so that no tensor of a run stays in the program
         values = self._constants.copy()
         for index, owner, name in self._weights:
+            # read in each run, since a parameter may have been replaced
             values[index] = getattr(owner, name)
         for index, tensor in zip(self._inputs, value if len(self._inputs) > 1 else (value,)):
             values[index] = tensor
@@ -353,6 +359,7 @@ def _record(
 
     def record(pretends_tracing: bool) -> StagedRecording:
         batch = map_tensors(lambda t: t.detach().clone(), sort_keys(x))
+        # in evaluation as the caller has it: `make_key` tells the two apart
         with restore_all(model), torch.set_grad_enabled(training or torch.is_grad_enabled()):
             set_mode(model, training)
             recording = record_forward(model, begins, batch, pretends_tracing)
@@ -423,6 +430,7 @@ class Cut:
         # whether new programs call compiled modules
         self.compiles = False
         self.first = self._find_recording(x, training=True)
+        # the list itself, in which `remember_gradients` puts others in place
         self.crossings = self.first.crossings
         # by stage: the modules that it calls, and the tensors that other modules own
         self.names = self.first.modules
@@ -434,6 +442,7 @@ class Cut:
         }
         self.owners: list[dict[str, list[str]]] = [{} for _ in self.names]
         for name, module in model.named_modules():
+            # a module that a piece calls has its tensors with it
             for tensor in () if id(module) in inside else (*module._parameters, *module._buffers):
                 home = self._find_home(join_name(name, tensor))
                 self.owners[home].setdefault(name, []).append(tensor)
@@ -444,6 +453,7 @@ class Cut:
 
     def copy_to(self, model: nn.Module) -> Cut:
         """Return the same cut of a copy of the model; the copy may lack modules of other stages."""
+        # shallow: both have the same recordings, also those that come later
         other = copy.copy(self)
         other.model = model
         other._is_copy = True
@@ -483,6 +493,7 @@ class Cut:
     def compile(self) -> None:
         """Make pieces call modules by torch.compile from now on."""
         self.compiles = True
+        # those that exist call the modules themselves
         self._programs = {}
 
     def is_prepared(self, x: Any, training: bool) -> bool:
@@ -524,12 +535,14 @@ class Cut:
         staged = self._recordings.pop(key, None)
         if staged is None:
             if self.is_recorded_elsewhere:
+                # shapes are enough, and the copy has nothing else
                 x = map_tensors(lambda t: t.to("meta"), x)
             staged = _record(
                 self.recorded_model, self.begins, x, training, self._homes, self._unread
             )
             if self._homes:
                 self._require_homes(staged)
+            # the first recording decides where weights are, for all later ones
             self._homes = self._homes or dict(staged.homes)
         self._recordings[key] = staged
         return staged
@@ -568,6 +581,7 @@ def make_key(x: Any, training: bool) -> Any:
     the input.
     """
     leaves = [("", x)] if isinstance(x, torch.Tensor) else walk_leaves(sort_keys(x))
+    # an argument that is None is another forward than one that is a tensor
     kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in leaves)
     return (training, training or torch.is_grad_enabled(), kinds)
 
@@ -595,6 +609,7 @@ class Piece(nn.Module):
         )
         self.copies_input = False
         self.calls_before: dict[str, int] = {}
+        # dropout is keyed by the number of a call in the whole forward, not in the piece
         for (earlier, name), count in cut.first.runs.items():
             if earlier < stage:
                 self.calls_before[name] = self.calls_before.get(name, 0) + count
@@ -611,6 +626,7 @@ class Piece(nn.Module):
         """Return the input of the next piece, or the model's output."""
         if self.copies_input:
             value = clone_tensors(value)
+        # recordings number the leaves of the input in the order of sorted keys
         value = value if self.stage or isinstance(value, torch.Tensor) else sort_keys(value)
         program = self.cut.find_program(self.stage, value, self.training)
         if not program.is_cast:

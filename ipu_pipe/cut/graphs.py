@@ -93,7 +93,7 @@ class Mask(NamedTuple):
         key = [self.call] if self.call else []
         torch.default_generator.manual_seed(derive_seed(seed, microbatch, self.module, *key))
         ones = torch.empty_strided(self.shape, self.stride, dtype=self.dtype).fill_(1)
-        return DROPOUTS[type(module)](ones, module.p, True)
+        return DROPOUTS[type(module)](ones, module.p, True)  # True: in training
 
 
 def draw_masks(
@@ -203,9 +203,11 @@ def trace_pieces(
     model = pieces[0].cut.model
     crossings = list_crossings(pieces)
     x, y = example
+    # a forward may write to its input
     value: Any = map_tensors(lambda t: t.detach().clone(), sort_keys(x))
     stages: list[tuple[_Stage, list[Mask]]] = []
     graphs: list[StageGraphs] = []
+    # a loss may count its calls, and this one is none of training
     with restore_all(model), restore_function(loss):
         set_mode(model, True)
         for s, piece in enumerate(pieces):
@@ -215,6 +217,7 @@ def trace_pieces(
             with stage.explain_errors():
                 output, masks = stage.observe()
             stages.append((stage, masks))
+            # each stage has a graph of its own, which does not reach into another's
             value = map_tensors(torch.Tensor.detach, output)
         # the last stage first, which tells what gradients come back to the stage before
         for stage, masks in reversed(stages):
@@ -242,6 +245,7 @@ class _Stage:
         self.entering = list(entering) if entering is not None else [False] * len(self.inputs)
         names = {id(t): name for name, t in reversed([*model.named_buffers()])}
         names.update({id(t): name for name, t in reversed([*model.named_parameters()])})
+        # by id, as the names are
         tensors = {id(t): t for t in piece.list_tensors()}
         self.weights = {names[i]: t for i, t in tensors.items() if t.requires_grad}
         # the running modules, the innermost last
@@ -251,6 +255,7 @@ class _Stage:
         self.dropouts = {
             name: module
             for name, module in model.named_modules()
+            # a subclass may have another forward, whose draws are refused
             if type(module) in DROPOUTS and any(module is m for m in piece.modules())
         }
         tables = {id(t): t for m in piece.modules() for t in (m._parameters, m._buffers)}
@@ -341,6 +346,7 @@ class _Stage:
             now = after.get(name)
             if now is not None and earlier.is_same(now):
                 if isinstance(earlier.value, torch.Tensor):
+                    # a closure or a container has no place that could be assigned
                     source = earlier.source or Source({name: earlier.value}, name)
                     self._constants[id(earlier.value)] = name, source._replace(is_written=False)
             elif now is None or earlier.source is None or not _is_alike(earlier.value, now.value):
@@ -360,6 +366,7 @@ class _Stage:
         active = {n: m for n, m in self.dropouts.items() if m.training and m.p}
         try:
             for name, module in active.items():
+                # on the object, where it hides the method of its class until it is deleted
                 module.forward = lambda x, name=name: drop(name, x)
             yield
         finally:
@@ -431,6 +438,7 @@ class _Stage:
         def run(*flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
             nonlocal counts_labels, gradients
             weights, state, given_masks, inputs, labels = _split(flat, groups)
+            # in the order in which the forward asks for them
             unused_masks = list(given_masks)
             tensors = dict(zip(self.weights, weights))
             # a forward may change them in place, and arguments may not be changed
@@ -441,6 +449,7 @@ class _Stage:
                 with self._replace_dropouts(lambda name, x: x * unused_masks.pop(0)):
                     output = self.piece(value)
                 if self.has_loss:
+                    # a fault in the loss names it in place of a module
                     self._running.append(_LOSS)
                     y = _fill(self.label_leaves, self.label_spec, labels)
                     loss = call_loss(self.loss, output, y)
@@ -457,6 +466,7 @@ class _Stage:
             )
 
         requires = [True] * groups[0] + [False] * (groups[1] + groups[2])
+        # labels have no gradient, nor have state and masks
         requires += self.entering + [False] * groups[4]
         # of a stage under no_grad, or whose weights are frozen
         requires = [r and self._trains for r in requires]
@@ -515,6 +525,7 @@ class _Stage:
             joint.graph.erase_node(node)
         *_, end = joint.graph.nodes
         results = list(end.args[0])
+        # after the outputs comes a gradient, or None, for each argument
         outputs = len(results) - (sum(groups) if any(requires) else 0)
         if any(requires):
             results[outputs + first : outputs + first] = [None] * len(lifted)
@@ -531,6 +542,7 @@ class _Stage:
         if source is not None:
             self.state[name] = source
             return name
+        # what torch.tensor(1.0) in a forward becomes: Python's numbers, which do not change
         is_literal = all(user.target is aten.lift_fresh_copy.default for user in node.users)
         # of the code between modules, which has run when the model was cut
         if is_literal or any(tensor is t for t in self.piece.list_constants()):
@@ -593,6 +605,7 @@ def _trace_joint(run: Callable[..., Any], arguments: list[torch.Tensor]) -> Any:
             run, fakes, trace_joint=needs_gradient, decompositions=_list_decompositions()
         )
     _separate_weight_gradients(joint.graph)
+    # one half of a convolution's backward may be unused, as of the first layer
     joint.graph.eliminate_dead_code()
     return joint
 
@@ -668,6 +681,7 @@ def describe_node(node: fx.Node, fault: str = "") -> str:
     """
     unvisited = [node]
     seen = {node}
+    # breadth first: the nearest module is the one to name
     for candidate in unvisited:
         for module, line in candidate.meta.get(_MODULES, {}).items():
             if module:
@@ -718,6 +732,7 @@ class _Passes:
         results = list(joint.graph.nodes)[-1].args[0]
         outputs = len(results) - (count if any(requires) else 0)
         self.outputs = list(results[:outputs])
+        # a graph without gradients ends with the outputs
         by_argument = list(results[outputs:]) or [None] * count
         # a weight that no gradient reaches has None, as in autograd, not zeros: optimizers skip it
         if any(absent):
@@ -745,6 +760,7 @@ class _Passes:
     def _list_weight_views(self) -> set[fx.Node]:
         """Return the weights, and the views that depend on nothing else."""
         views = set(self._weights)
+        # nodes come after their inputs, so that one pass finds views of views
         for node in self._joint.graph.nodes:
             inputs = node.all_input_nodes
             if inputs and _is_view(node) and all(i in views for i in inputs):
@@ -767,6 +783,7 @@ class _Passes:
             seen.add(node)
             if node in self._weights or node in self._tangents:
                 continue
+            # what no argument makes is made again, and views of weights, of those that it reads
             if node.op == "placeholder" or (
                 node in needed and node not in self._weight_views and node in varying
             ):
@@ -795,6 +812,7 @@ class _Passes:
         """
         ends = {*self._weights, *self.saved, *self._tangents}
         in_backward = _list_ancestors([*self.weight_gradients, *self.input_gradients], stop=ends)
+        # an update may come between the halves: the second must not read weights
         readers = [
             node
             for node in in_backward - ends
@@ -805,6 +823,7 @@ class _Passes:
         gradients = _list_nodes(self.weight_gradients)
         late = _list_ancestors(gradients, stop=early) - early
         needed = {i for node in late for i in node.all_input_nodes if i in early}
+        # a weight gradient that comes out on the way to the input gradient is handed over
         needed |= {node for node in gradients if node in early}
         self.kept = sorted(needed, key=self._order.__getitem__)
         of_input = self._extract(

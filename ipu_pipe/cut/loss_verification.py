@@ -88,6 +88,7 @@ class LossTrial(NamedTuple):
         time.
         """
         seed = derive_seed("verification")
+        # this seeds the GPUs, the next line Python and numpy as well
         torch.manual_seed(seed)
         RandomStates.from_seed(seed).write()
         # a copy, because a loss may write to its labels
@@ -142,6 +143,7 @@ def list_foreign_reads(
     """
     named = _name_tensors(trial.model)
     tensors = [*named.values(), *list_tensors(trial.example)]
+    # meta tensors have no values to compare
     if takes_output_alone(trial.loss) or any(t.is_meta for t in tensors):
         return []
     # of each round, since a module may keep a state of its own
@@ -181,6 +183,7 @@ def _explain_difference(
 
     `outputs`: of each round those for all losses.
     """
+    # by storages, since a tied weight or a view is the same memory under another name
     held_storages = {get_storage(t) for t in stage.list_tensors()}
     named = _name_tensors(trial.model).items()
     foreign = {name: t for name, t in named if get_storage(t) not in held_storages}
@@ -193,6 +196,7 @@ def _explain_difference(
             for piece in trial.pieces[: stage.stage]:
                 value = _detach(piece(value))
         inputs.append(value)
+        # their losses are not used: the forward was played for the input alone
         return list(map(_detach, outputs[0]))
 
     _compute_losses(trial, store_input)
@@ -268,6 +272,7 @@ def _compute_losses(
             call_model(trial.model, tree_map(change_values, trial.example[0]))
         with _change_tensors(foreign.values()):
             for _ in range(ROUNDS):
+                # a loss that reads one of `foreign` gives another value in here
                 outputs = forward()
                 with FunctionWatch(note) if note is not None else contextlib.nullcontext():
                     losses = [trial.compute_loss(output) for output in outputs]
@@ -281,6 +286,7 @@ def _find_reached(loss: torch.Tensor, named: Mapping[str, torch.Tensor]) -> list
     weights = {name: t for name, t in named.items() if t.requires_grad}
     if not (loss.requires_grad and weights):
         return []
+    # the losses of blocks may share parts of one graph
     gradients = torch.autograd.grad(loss, [*weights.values()], retain_graph=True, allow_unused=True)
     return [name for name, gradient in zip(weights, gradients) if gradient is not None]
 
@@ -293,6 +299,7 @@ def _detach(value: Any) -> Any:
     """Return copies of a nest's tensors, without their graphs, which may be overwritten."""
     return tree_map(
         lambda t: (
+            # the copy is no leaf, which autograd would not let a loss write to
             t.detach().requires_grad_(t.requires_grad).clone() if isinstance(t, torch.Tensor) else t
         ),
         value,
@@ -313,6 +320,7 @@ def _change_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             if t.is_floating_point() or t.is_complex():
                 t.mul_(1.5).add_(0.125)
             else:
+                # a sum is not defined for truth values in place
                 t.copy_(t.logical_not() if t.dtype is torch.bool else t + 1)
         yield
     finally:

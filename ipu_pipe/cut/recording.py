@@ -179,6 +179,7 @@ class Recorder:
         }
         self._cut_modules = {id(model.get_submodule(name)) for name in list_cut_modules(begins)}
         self._names = {id(module): name for name, module in model.named_modules()}
+        # the state inside the model's forward, from which calls may differ
         with enter_model_autocast(model):
             self._base = torch.is_grad_enabled(), read_autocast()
         # the running modules around cuts, the innermost last
@@ -244,6 +245,7 @@ class Recorder:
         if id(module) in self._cut_modules:
             self._running.append(name)
             return
+        # the arguments are looked at by torch functions, which are no calls of the model
         self._is_busy = True
         self._call_name = name
         self._made = set()
@@ -264,6 +266,7 @@ class Recorder:
         if stage <= self._stage:
             # the module runs once more
             return
+        # a stage that is passed over would have no work
         if stage != self._stage + 1:
             raise BadInput(
                 f"stages: {name}: begins stage {stage}, but runs during stage {self._stage}: must "
@@ -297,6 +300,7 @@ class Recorder:
         # other functions return sizes and types
         if (
             flatten_tensors(result)
+            # None: it may have written into an argument
             or (result is None and flatten_tensors((args, kwargs)))
             or name in HOOKS
         ):
@@ -347,6 +351,7 @@ class Recorder:
             if storage not in read:
                 self._made.add(storage)
                 self._alive.append(
+                    # keeps its number from being reused, not its memory
                     StorageWeakRef(tensor.untyped_storage())
                     if tensor.layout is torch.strided
                     else tensor
@@ -355,6 +360,7 @@ class Recorder:
                     self._live[storage] = self._stage
         for storage in _list_written_storages(func, args, kwargs):
             self.recording.written.setdefault(self._stage, set()).add(storage)
+            # memory of before this call that is written is no constant
             if is_live or storage not in self._made:
                 self._live.setdefault(storage, self._stage)
         return result
@@ -366,6 +372,7 @@ class Recorder:
         # nest
         leaves = tree_flatten((args, keywords))[0]
         for value in (*args, *keywords.values(), *leaves):
+            # by its name: the classes are Hugging Face's, which need not be installed
             if type(value).__name__.endswith("Cache"):
                 self._fail(
                     self._call_name,
@@ -466,6 +473,7 @@ class Recorder:
         for call in calls:
             call.arguments = insert_constants(call.arguments)
             values = results.get(call.index, {})
+            # a module stays in any case, since a piece holds the modules that it calls
             is_live = any(get_storage(t) in self._live for t in values.values())
             if (
                 is_live
@@ -480,6 +488,7 @@ class Recorder:
         return recording
 
 
+# asked for each operation of a forward, of which many are alike
 @functools.lru_cache(maxsize=None)
 def _find_written_arguments(func: Any) -> list[tuple[int, str]]:
     """Return the numbers and names of the arguments that an operation writes."""
@@ -580,6 +589,7 @@ def _require_unchanged_python(model: nn.Module, owners: Mapping[str, nn.Module])
             "on it"
         )
     for name, value in read_numbers().items():
+        # an attribute that this forward has made is no counter
         if numbers.get(name, value) != value:
             raise BadInput(
                 f"model: {name}: the forward changes this number in a module that is cut, where "

@@ -70,6 +70,7 @@ def verify_pieces(
         run = partial(_run, model, pieces, x, effects.forward, training)
         try:
             whole = run(chained=False)
+        # a model that takes gradients in its forward fails in evaluation, also when it is whole
         except RuntimeError:
             if training:
                 raise
@@ -199,6 +200,7 @@ def _run(
     with restore_all(model), restore_modes(*pieces), torch.set_grad_enabled(training):
         set_mode(model, training)
         for piece in pieces:
+            # not train(), which would change the modes of the modules inside
             piece.training = training
         randomness = KeyedRandomness(model, effects.draws, 0, flatten_tensors(x)[0].device)
         with contextlib.ExitStack() as hooks:
@@ -208,6 +210,7 @@ def _run(
                 _record_outputs(pieces, tensors, hooks)
             # twice, because a model that counts its forwards may change in the second
             for _ in range(2 if training else 1):
+                # for draws that are not keyed, equal in both forwards
                 torch.manual_seed(derive_seed("verification"))
                 batch = clone_tensors(x)
                 with randomness.forward(0):
@@ -217,6 +220,7 @@ def _run(
             results = flatten_tensors(outputs)
             tensors.update({f"result [{i}]": t.detach().clone() for i, t in enumerate(results)})
             before = {name: b.clone() for name, b in model.named_buffers()}
+            # after the forwards, so that only runs of the backward are noted
             _record_reruns(model, rerun, hooks)
             # in evaluation only an output that is itself a weight requires a gradient
             if training:
@@ -224,6 +228,7 @@ def _run(
                     _run_backward([t for t in results if t.requires_grad])
                     if run_other_backwards is not None:
                         run_other_backwards()
+        # a checkpoint runs modules again, which may count in a buffer
         changed = [name for name, b in model.named_buffers() if not _is_same(b, before[name])]
         # in the order in which the backward reaches them, so that the first difference is the cause
         for name, p in reversed([*model.named_parameters()]):

@@ -68,6 +68,7 @@ class LoaderData:
         return getattr(self._train, "dataset", self._train)
 
     def _get_length(self) -> int | None:
+        # a DataLoader of an IterableDataset has a length that raises
         try:
             return len(self._train)  # type: ignore[arg-type]
         except TypeError:
@@ -80,6 +81,7 @@ class LoaderData:
         """
         count = self._get_length()
         batches = getattr(self._train, "batch_sampler", None)
+        # the sampler of batches, where there is one, knows their size
         batches = self._train if batches is None else batches
         size = getattr(batches, "batch_size", None)
         samples = self.train_samples
@@ -137,6 +139,7 @@ class LoaderData:
 
     def read_batch_size(self) -> int | None:
         """Return the samples of the first batch, None if it has no tensor."""
+        # 1: no batch counts as incomplete while the size is not known
         self._first_count = _count_samples(self._read_batch(0, 0, 1))
         return self._first_count
 
@@ -207,6 +210,7 @@ class LoaderData:
         states = RandomStates.from_seed(seed)
         loader_states = self._initial_states
         if number:
+            # the state stands for the seed that the user gave it
             seeds = [
                 derive_seed(seed, state.numpy().tobytes().hex()) for state in self._initial_states
             ]
@@ -229,6 +233,7 @@ class LoaderData:
                     states = RandomStates.read()
                     loader_states = [generator.get_state() for generator in self._generators]
                     _set_states(self._generators, callers)
+            # a batch may be None, so that None cannot say the end
             if batch is _END:
                 return
             yield batch

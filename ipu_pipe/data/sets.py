@@ -142,6 +142,7 @@ def _resolve_folder(name: str, root: str | None) -> Path:
 
 def read_cifar(path: Path) -> Pair:
     """Read images (n, 3, 32, 32) and labels (n,) of one file in CIFAR-10's binary layout."""
+    # (n, 3073): a label, then 1024 bytes of each colour
     rows = torch.from_numpy(np.fromfile(path, dtype=np.uint8)).view(-1, 3073)
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long()
 
@@ -156,6 +157,7 @@ def read_idx(images: Path, labels: Path) -> Pair:
         raise BadInput(
             f"data: {images}: no IDX file of images, or {labels.name} does not belong to it"
         )
+    # behind headers of four numbers and of two
     return torch.from_numpy(raw[16:]).view(count, 1, height, width), torch.from_numpy(
         raw_labels[8:]
     ).long()
@@ -190,6 +192,7 @@ def _average_pixels(x: torch.Tensor, factor: int) -> torch.Tensor:
     if factor == 1:
         return x
     n, channels, height, width = x.shape
+    # (n, C, H / factor, factor, W / factor, factor)
     squares = x.view(n, channels, height // factor, factor, width // factor, factor)
     return squares.float().mean(dim=(3, 5)).round_().to(torch.uint8)
 
@@ -229,6 +232,7 @@ ASCII_MARKS = str.maketrans("‘’“”—", "''\"\"-")
 
 def _load_verses(root: str | None, seed: int, **options: Any) -> DataSource:
     verses = (_resolve_folder("translation", root) / "english.txt").read_text(encoding="utf-8")
+    # marks that have no form in ASCII are left out
     return TextData(verses.translate(ASCII_MARKS).encode("ascii", "ignore"), seed, **options)
 
 
@@ -384,6 +388,7 @@ def load_data(
     except OSError as error:
         place = error.filename or root or get_default_root()
         raise BadInput(f"data.root: {place}: cannot be read: {error.strerror or error}") from None
+    # the verses are half of another set's files
     set_of_files = "translation" if name == "verses" else name
     if set_of_files in FILES:
         folder = Path(root or get_default_root()) / FOLDERS[set_of_files]

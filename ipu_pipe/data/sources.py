@@ -85,6 +85,7 @@ def split_batch(
     if isinstance(batch, (tuple, list)) and len(batch) > 1:
         if whole:
             return tuple(batch), batch[-1]
+        # a model of one input gets it alone, of several a tuple
         return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
     if whole:
         return batch, None
@@ -215,6 +216,7 @@ class TensorData(SampledData):
             self._draw_epoch(epoch)
         part = slice(positions.start, positions.stop)
         chosen = self._order[part]
+        # an index by a tensor copies, so that a model may write into its input
         x = self.train[0][chosen]
         if self.augment:
             x = crop_and_mirror(x, self._shifts[part], self._mirrored[part])
@@ -232,6 +234,7 @@ class TensorData(SampledData):
         generator = torch.Generator()
         self._order = draw_order(self._seed, epoch, count)
         generator.manual_seed(derive_seed(self._seed, "augmentation", epoch))
+        # for the whole epoch at once, so that microbatches of any size find the same
         self._shifts = torch.randint(0, 2 * BORDER + 1, (count, 2), generator=generator)
         self._mirrored = torch.randint(0, 2, (count,), generator=generator).bool()
         self._epoch = epoch
@@ -255,9 +258,10 @@ def crop_and_mirror(x: torch.Tensor, shifts: torch.Tensor, mirrored: torch.Tenso
     """
     b, channels, height, width = x.shape
     padded = torch.nn.functional.pad(x, (BORDER,) * 4).flatten(2)  # (b, C, pixels)
+    # (b, W), positions in a padded row
     columns = torch.arange(width).expand(b, width)
     columns = torch.where(mirrored[:, None], columns.flip(1), columns) + shifts[:, 1:]
-    rows = torch.arange(height) + shifts[:, :1]
+    rows = torch.arange(height) + shifts[:, :1]  # (b, H)
     pixels = (
         rows[:, :, None] * (width + 2 * BORDER) + columns[:, None, :]
     )  # (b, H, W), positions in a padded plane
@@ -267,6 +271,7 @@ def crop_and_mirror(x: torch.Tensor, shifts: torch.Tensor, mirrored: torch.Tenso
 def _reshape_by_channel(values: Sequence[float] | None, x: torch.Tensor) -> torch.Tensor | None:
     if values is None:
         return None
+    # (1, C, 1, 1) of images
     return torch.tensor(values, dtype=torch.float32).view(1, -1, *[1] * (x.dim() - 2))
 
 
@@ -278,6 +283,7 @@ def require_int(
     """
     if optional and value is None:
         return
+    # True is an int, too
     if type(value) is not int or value < least or (most is not None and value > most):
         allowed = f"a whole number >= {least}" if most is None else f"from {least} to {most}"
         raise BadInput(f"data.{key}: {show(value)}: must be {allowed}")

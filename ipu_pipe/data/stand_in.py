@@ -116,6 +116,7 @@ def make_stand_in(of: str, **options: Any) -> DataSource:
 def _draw_lines(words: int) -> list[str]:
     """Draw PAIRS lines of 2 to LONGEST tokens, the same lengths for each language."""
     lengths = np.random.default_rng(0).integers(2, LONGEST + 1, PAIRS)
+    # words that are numbers: each counts as one token
     drawn = np.random.default_rng(words).integers(0, words, lengths.sum()).astype(str).tolist()
     ends = np.cumsum(lengths)
     return [" ".join(drawn[end - length : end]) for end, length in zip(ends, lengths)]

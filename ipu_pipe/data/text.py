@@ -89,6 +89,7 @@ class TextData(SampledData):
         # character is in both; the training part loses a window to the offset
         self.train_samples = len(remaining) - 1
         cut = len(remaining) * self._context
+        # and the character after the last window, which is its last label
         validation._test_text = self._text[cut : cut + len(held_out) * self._context + 1]
         self._text = self._text[:cut]
 
@@ -110,6 +111,7 @@ class TextData(SampledData):
         )
 
     def _cut_windows(self, text: torch.Tensor, starts: torch.Tensor) -> Pair:
+        # (b, context)
         positions = starts[:, None] + torch.arange(self._context)
         return text[positions].long(), text[positions + 1].long()
 
@@ -172,6 +174,7 @@ class TranslationData(TensorData):
             )
         positions = torch.arange(len(pairs))
         # the vocabulary must not know the words of the test pairs
+        # drawn by the same seed as the pairs below
         (chosen, _), _ = split_off_test(positions, positions, TEST_PAIRS)
         self.source_tokens = _list_most_frequent([pairs[i][0] for i in chosen.tolist()], vocabulary)
         self.target_tokens = _list_most_frequent([pairs[i][1] for i in chosen.tolist()], vocabulary)
@@ -205,6 +208,7 @@ def _number_words(
     for row, (source, target) in enumerate(pairs):
         numbers = [target_numbers.get(token, UNKNOWN) for token in target]
         x[row, 0, : len(source)] = [source_numbers.get(token, UNKNOWN) for token in source]
+        # the decoder sees the token before each that it predicts
         x[row, 1, : len(target) + 1] = [BEGIN, *numbers]
         y[row, : len(target) + 1] = [*numbers, END]
     return torch.from_numpy(x), torch.from_numpy(y)

@@ -224,7 +224,7 @@ class Hardware(Section):
         """Return how many devices the links can join; None: any number."""
         if self.fixed:
             return self.devices
-        return self.links[-1].holds if self.links else 1
+        return self.links[-1].holds if self.links else 1  # without links no device reaches another
 
     def with_devices(self, devices: int) -> "Hardware":
         """Return a copy with another number of devices. Raise `BadInput` if no level of links
@@ -381,6 +381,7 @@ def find_level(hardware: Hardware, devices: Sequence[int]) -> Optional[LinkLevel
     if len(set(devices)) == 1:
         return None
     for level in hardware.links:
+        # all are in one group of the level
         if level.holds is None or len({device // level.holds for device in devices}) == 1:
             return level
     raise BadInput(
@@ -447,6 +448,7 @@ def compute_host_seconds(hardware: Hardware, devices: Sequence[int], size: float
     """
     if hardware.host is None:
         return 0.0
+    # the host that serves most devices is the last one to be done
     sharing = Counter(device // hardware.host.shared_by for device in devices)
     return compute_message_seconds(hardware.host, size, max(sharing.values()))
 

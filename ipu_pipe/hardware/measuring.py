@@ -35,6 +35,7 @@ from ipu_pipe.errors import RunFault
 from ipu_pipe.launcher import end_with
 from ipu_pipe.model.devices import DeviceKind, get_kind
 
+# a short message takes the latency alone; on a long one it hardly counts
 SHORT_BYTES = 4
 LONG_BYTES = 2**22
 TIMEOUT_SECONDS = 120.0
@@ -64,6 +65,7 @@ def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> dict[str
     Each figure takes at least `seconds`. Raise `RunFault` if a process fails.
     """
     kind = get_kind(device)
+    # as many processes as have cores of their own
     here = max(1, (os.cpu_count() or 1) // threads)
     devices = kind.count_devices() if kind.is_accelerator else here
     with tempfile.TemporaryDirectory() as folder:
@@ -118,6 +120,7 @@ def describe(
         "measured_on": {"name": platform.node(), "device": device, "threads": threads},
         "devices": devices,
         "device": {
+            # processes share the machine's memory, GPUs have their own
             "memory_bytes": make_figure(figures["memory"] / (devices if device == "cpu" else 1)),
             "usable_share": {"value": 0.9, "source": "estimate"},
             "memory_bandwidth": make_figure(figures["copied"]),
@@ -158,6 +161,7 @@ def _run_process(
     figures = _time_computing(torch_device, seconds) if rank == 0 or compute_together else None
     dist.barrier()
     link: dict[str, float] = {}
+    # with one GPU there is no other one to copy to
     if device == "cpu" or not compute_together:
         link = _time_gloo(rank, seconds)
     elif rank == 0:
@@ -228,6 +232,7 @@ def _time_computing(torch_device: torch.device, seconds: float) -> dict[str, Any
     b = torch.empty_like(a)
     return {
         "rates": rates,
+        # each byte is read and written
         "copied": 2 * sizes.copied_bytes / time_median(lambda: b.copy_(a), seconds, torch_device),
     }
 
@@ -243,6 +248,7 @@ def _time_products(
     convolution = time_median(
         lambda: torch.nn.functional.conv2d(x, kernel, padding=1), seconds, torch_device
     )
+    # 64 x 9 products for each number of an output of the input's size
     return [product, 2 * x.numel() * 64 * 9 / convolution]
 
 
@@ -254,9 +260,11 @@ def _time_gloo(rank: int, seconds: float) -> dict[str, float]:
     for size in (SHORT_BYTES, LONG_BYTES):
         message = torch.ones(size // 4)
         times = []
+        # a fixed number, since a rank that stopped by its clock would leave the other waiting
         for _ in range(max(4, int(seconds / 0.01))):
             start = time.perf_counter()
             for turn in range(2):
+                # there in the first turn, and back in the second
                 (dist.send if rank == turn else dist.recv)(message, 1 - rank)
             times.append(time.perf_counter() - start)
         seconds_by_size.append(min(times[1:]) / 2)

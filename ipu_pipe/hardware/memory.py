@@ -91,6 +91,7 @@ def count_kept_microbatches(
     """
     counts = np.asarray(in_flight)
     if recompute:
+        # the one that is recomputed
         return KeptMicrobatches(counts, np.ones_like(counts))
     if segments is not None and len(counts) > 1:
         return count_kept_by_segments(counts.tolist(), segments, turn)
@@ -166,6 +167,7 @@ def sum_stage_bytes(counts: KeptCounts, sizes: StageSizes) -> StageMemory:
     """
     return StageMemory(
         weights=sizes.weights + sizes.frozen,
+        # the newest is among the weights
         versions=sizes.weights * (counts.copies - 1),
         gradients=sizes.gradients,
         optimizer=sizes.optimizer,

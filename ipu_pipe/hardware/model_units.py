@@ -81,10 +81,12 @@ def count_units(
         else f"in a forward and backward of {samples} samples"
     )
     cut_points = list_top_cut_points(model, order)
+    # the model itself has no name to show
     first = cut_points[0] or next(call.name for call in seen.calls if call.computes)
     later = {*cut_points[1:], *begins} - {first}
     starts = [0, *[i for i, call in enumerate(seen.calls) if call.name in later]]
     names = [first, *[seen.calls[i].name for i in starts[1:]]]
+    # weights that the loss alone reads: the pass with costs does not find them
     seen.unread = order.unread
     parameters_by_call = _count_parameters(model, seen)
     # storage -> the last unit that keeps it
@@ -107,6 +109,7 @@ def count_units(
                 sum(call.flops for call in calls_inside) / samples,
                 sum(call.backward_flops for call in calls_inside) / samples,
                 sum(parameters_by_call[start:end]),
+                # nothing leaves the last unit
                 (seen.live[end] if end < len(seen.calls) else 0) / samples,
                 sum(saved.values()) / samples,
                 next((p.element_size() for p in model.parameters()), 4),
@@ -141,6 +144,7 @@ def _observe(
             # there are no values with which to try again
             if get_first_tensor(x).is_meta:
                 raise
+    # the forward may write to its input
     few = clone_tensors(take_samples(x, FEW))
     with restore_all(model):
         return observe_costs(
@@ -187,6 +191,7 @@ def measure_units(
         MeasuredPasses(count_samples(x), *times) for times in zip(seconds.forward, seconds.backward)
     ]
     measured = [
+        # beside those of other sizes, between which seconds are interpolated
         replace(unit, measured=(*unit.measured, times))
         for unit, times in zip(counted.units, passes)
     ]

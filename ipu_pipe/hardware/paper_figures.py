@@ -39,6 +39,7 @@ def compute_pipedream_ratio(
     those of the schedule in use.
     """
     weights = np.asarray(weights_per_stage, np.float64)
+    # (P,): 2 (P - i) + 1 of stage i
     ages = 2 * np.arange(len(weights) - 1, -1, -1) + 1
     # minus the floor of the negative is the ceiling, without a float that could be a little too
     # large
@@ -76,6 +77,7 @@ def compute_worker_footprint(
     return {
         "gpipe": sum_worker(1, microbatches),
         "pipedream_flush": sum_worker(1, min(depth, microbatches)),
+        # two versions of the weights, for any number of stages
         "pipedream_2bw": sum_worker(2, depth) if microbatches >= depth else None,
     }
 
@@ -164,6 +166,7 @@ def _compute_recompute_figures(
     if pipeline.method.pipeline is not Timeline.DATAFLOW or P <= 1:
         return dict.fromkeys(RECOMPUTE_FIGURES)
     method = pipeline.method
+    # as the paper recomputes: by segments, by default the square root of P
     inputs, activations = count_kept_microbatches(
         pipeline.in_flight, False, method.segments or 0, method.turn
     )

@@ -97,6 +97,7 @@ def compute_pass_seconds(
     sizes = PRECISIONS[precision]
     scale = samples * sizes.activation / unit.number_bytes
     counted = unit.forward_moved or unit.backward_moved
+    # an estimate, where the traffic was not counted
     activations = 0.0 if counted else 2 * scale * unit.activation_bytes
     weights = unit.parameters * sizes.weight
     gradients = unit.parameters * sizes.gradient
@@ -115,10 +116,11 @@ def _interpolate(unit: Unit, samples: int) -> UnitSeconds:
     """Interpolate between the two measured sizes next to `samples`, or scale a single one in
     proportion.
     """
-    points = sorted(unit.measured)
+    points = sorted(unit.measured)  # by samples, their first field
     if len(points) == 1:
         scale = samples / points[0].samples
         return UnitSeconds(scale * points[0].forward, scale * points[0].backward)
+    # the measured size at or above; the last one for larger microbatches
     above = next((i for i, point in enumerate(points) if point.samples >= samples), len(points) - 1)
     a = points[max(above - 1, 0)]
     # outside the measured sizes, the line through the two nearest goes on
@@ -149,8 +151,10 @@ def compute_update_seconds(
     sizes = PRECISIONS[precision]
     state = count_state_bytes(precision, moments)
     traffic = 2 * (sizes.weight + state) + sizes.gradient
+    # a measured update counts on any hardware
     seconds = unit.update_seconds or unit.parameters * traffic / hardware.device.bandwidth
     if streamed:
         assert hardware.device.streaming_bandwidth is not None
+        # read from streaming memory, and written back
         seconds += 2 * unit.parameters * state / hardware.device.streaming_bandwidth.value
     return seconds

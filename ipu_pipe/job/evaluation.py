@@ -89,6 +89,7 @@ def load_test_batches(
     for number, batch in enumerate(batches):
         x, y = setup.prepare_batch(batch)
         if subset:
+            # the last batch may reach beyond the subset
             x = take_samples(x, subset - samples)
             y = take_samples(y, subset - samples)
         samples += count_samples(x)
@@ -107,7 +108,9 @@ class Tally:
 
     def __init__(self, loss: Loss, metrics: Metrics = DEFAULT) -> None:
         self._loss = get_block_loss(loss)
+        # the user's loss, without what the library puts around it
         self._counts_labels = is_cross_entropy(get_uncast_loss(get_plain_loss(self._loss)))
+        # two sums: of the loss times its weight, and of the weight
         self._losses = MetricSums(self._sum_loss, 2)
         self._metrics = [metric.make_sums() for metric in metrics]
 
@@ -142,6 +145,7 @@ def evaluate_sums(metrics: Metrics, sums: torch.Tensor) -> EvaluationResult:
     for metric in metrics:
         values[metric.name] = metric.compute(rest[: metric.sum_count])
         rest = rest[metric.sum_count :]
+    # no sample, or no label that counts: there is no mean
     return EvaluationResult(loss / weight if weight else None, values)
 
 
@@ -181,6 +185,7 @@ def evaluate_batches(
     with enter_evaluation(model):
         for x, y in batches:
             outputs = compute_outputs(model, x)
+            # the first outputs tell how many losses there are
             tallies = tallies or [Tally(loss, metrics) for _ in outputs]
             for tally, output in zip(tallies, outputs):
                 tally.add(output, y, count_samples(x))

@@ -90,6 +90,7 @@ def _describe_losses(name: str) -> str:
         for loss in dir(nn.functional)
         if loss.endswith("_loss") or loss.startswith("binary_cross_entropy")
     ]
+    # of a name with dots, such as F.mse_loss, the last part
     near = find_nearest(name.rpartition(".")[2], [*known, *functions])
     hint = (
         f"; did you mean {'torch.nn.functional:' if near in functions else ''}{near}?"
@@ -181,6 +182,7 @@ def make_factory(config: Config) -> OptimizerFactory:
             [_make_factory(one, {}, f"optimizer.groups.{i}") for i, one in enumerate(chosen.groups)]
         )
     changes: dict[str, Any] = {}
+    # a rate that is left open is advised for the updates as they are
     if chosen.reference_batch_size and chosen.lr is not None:
         size = config.micro_batch_size * config.gradient_accumulation * config.replicas
         changes["lr"], changes["momentum"] = scale_for_update_size(
@@ -234,6 +236,7 @@ def apply_settings_by_stage(config: Config, groups: Groups, delays: Sequence[flo
 
 def resolve_torch_name(name: str, key: str) -> Callable[..., Any]:
     """Import what an import string names, or a name in a module of PyTorch with dots alone."""
+    # torch.optim.lr_scheduler.StepLR: the last part is the name
     return resolve_entry(name if ":" in name else ":".join(name.rsplit(".", 1)), key)
 
 
@@ -280,6 +283,7 @@ def resolve_entry(entry: str, key: str) -> Callable[..., Any]:
         )
     # a console script, unlike `python -m`, does not look for modules in the current folder
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        # first, as for `python -m`: before an installed module of that name
         sys.path.insert(0, str(Path.cwd()))
     try:
         # a plan may build on the meta device, but a module keeps the tensors of its import
@@ -318,6 +322,7 @@ def _list_modules_beside(name: str) -> list[str]:
     if not package_name:
         return []
     try:
+        # for a hint alone: the package may be what is missing
         package = _import_module(package_name)
     except ImportError:
         return []
@@ -337,8 +342,10 @@ def _import_module(name: str) -> Any:
         if top != MODELS or error.name not in (top, name):
             raise
         try:
+            # a clone has the models beside the package, a wheel inside it
             return importlib.import_module(f"ipu_pipe.{name}")
         except ModuleNotFoundError as second:
+            # one that the library's own model imports is named as it is
             missing = name if second.name == f"ipu_pipe.{name}" else error.name
             raise ModuleNotFoundError(f"No module named {missing!r}", name=missing) from None
 
@@ -352,6 +359,7 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any], key: 
     # some built-in callables have no signature; the call itself will fail
     except (TypeError, ValueError):
         return
+    # positional-only parameters cannot be given by name
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     # what goes into **kwargs only the function itself can judge
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -386,6 +394,7 @@ def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) 
     """Return `function(**args)`. Raise `BadInput` if it fails; `key` holds its arguments in the
     config.
     """
+    # first, since the call itself would tell of one wrong argument alone
     check_arguments(function, args, key)
     try:
         return function(**args)
@@ -393,6 +402,7 @@ def call_entry(function: Callable[..., Any], args: Mapping[str, Any], key: str) 
         raise BadInput([f"{key}: {fault}" for fault in error.lines]) from None
     # the user's function may raise anything
     except Exception as error:
+        # the messages of these two say enough; of others the type is named, too
         message = str(error) if isinstance(error, (TypeError, ValueError)) else summarize(error)
         raise BadInput(f"{key}: {show(dict(args))}: {message}") from error
 

@@ -127,6 +127,7 @@ def _sum_errors(output: Any, y: Any, samples: int, name: str) -> torch.Tensor:
             f"metrics: {name}: outputs {shapes[0]} and labels {shapes[1]}: must be tensors of one "
             f"shape"
         )
+    # float64, since r2 is a small difference of large sums
     labels = y.detach().double().reshape(-1)
     errors = output.detach().double().reshape(-1) - labels
     count = errors.new_tensor(float(errors.numel()))
@@ -152,6 +153,7 @@ _ERRORS: dict[str, Callable[[Sequence[float]], float | None]] = {
 }
 
 
+# one object a name: two of one name differ by their functions, and `in DEFAULT` must find it
 @functools.lru_cache(maxsize=None)
 def _find_metric(name: str) -> Metric:
     """Return the library's metric of that name."""
@@ -192,6 +194,7 @@ def _make_own_metric(name: str, metric: Any) -> Metric:
     def sum_batch(output: Any, y: Any, samples: int) -> torch.Tensor:
         returned = metric(output, y)
         try:
+            # detached: a mean of values that kept their graphs would keep all batches
             value = torch.as_tensor(returned, dtype=torch.float64).detach()
         except (TypeError, ValueError, RuntimeError) as error:
             kind = describe_kind(returned)
@@ -225,6 +228,7 @@ def _make_metric(value: Any, name: str | None) -> Metric:
             metric = call_entry(metric, args, place)
         value = metric
         name = place.rpartition(":")[2].rpartition(".")[2]
+    # a class has these functions, too, but gathers nothing
     has_sums = hasattr(value, "update") and hasattr(value, "compute") and not inspect.isclass(value)
     if not has_sums and (
         not callable(value) or inspect.isclass(value) or isinstance(value, Mapping)
@@ -249,6 +253,7 @@ def make_metrics(chosen: Sequence[Any] | Mapping[str, Any]) -> tuple[Metric, ...
         f"metrics: {name}: appears twice" for name in dict.fromkeys(names) if names.count(name) > 1
     ]
     faults += ["metrics: loss: is always there"] if "loss" in names else []
+    # names become keys of the run's files
     wrong = [name for name in names if not (isinstance(name, str) and re.fullmatch(r"\w+", name))]
     faults += [f"metrics: {show(name)}: must be letters, digits and _" for name in wrong]
     raise_faults(faults)

@@ -63,6 +63,7 @@ class Overrides(NamedTuple):
             for key in missing
         ]
         for key, name in (("model", config.model.entry), ("data", config.data.name)):
+            # a config that says `given` without a description comes from no run
             if name == GIVEN and described[key] is None and getattr(self, key) is None:
                 faults.append(
                     f"{key}: missing: must be given, to ipu_pipe.train or ipu_pipe.configure"
@@ -104,11 +105,13 @@ class Overrides(NamedTuple):
             descriptions["loss_weight"], changes["loss_weight"] = describe(self.loss_weight), GIVEN
         if self.optimizer is not None:
             descriptions["optimizer"] = None
+            # the groups that it gets are divided by no_decay; all else is its own
             changes["optimizer"] = OptimizerConfig(
                 name=GIVEN, lr=None, no_decay=config.optimizer.no_decay
             )
         if self.lr_scheduler is not None:
             descriptions["lr_scheduler"] = describe(self.lr_scheduler)
+            # the interval says after how many updates it is stepped
             changes["lr_schedule"] = LrSchedule(name=GIVEN, interval=config.lr_schedule.interval)
         if self.metrics is not None:
             descriptions["metrics"], changes["metrics"] = _describe_all(self.metrics), [GIVEN]
@@ -137,6 +140,7 @@ def describe(value: Any) -> Description:
     """
     if isinstance(value, functools.partial):
         return Description(name=qualify(value.func), settings=_select_plain(value.keywords))
+    # what a function or a class has is no setting
     attributes = {} if hasattr(value, "__qualname__") else getattr(value, "__dict__", {})
     public = {
         key: item
@@ -188,6 +192,7 @@ def _select_plain(values: Mapping[str, Any]) -> dict[str, Any]:
             value = list(value)
         elif not isinstance(value, (int, float, str)):
             continue
+        # 0 is a setting, and False is not: both are false
         if value is not False:
             plain[str(key)] = value
     return plain

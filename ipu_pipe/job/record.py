@@ -240,7 +240,7 @@ class Job(Setup):
         `drains`.
         """
         N = self.schedule.accumulate
-        marks = [k * N for k in drains]
+        marks = [k * N for k in drains]  # microbatches
         switch = self.rules.switch * N
         stages = len(self.partition)
         schedule = make_schedule(self.method, stages, updates * N, N, marks, switch)
@@ -302,10 +302,12 @@ class Job(Setup):
         accumulate = self.schedule.accumulate
         if not warm:
             return [(self.method.name, self.updates, self.schedule)]
+        # one batch, since all of a warm-up are alike
         batch = make_schedule(METHODS["gpipe"], stages, accumulate, accumulate)
         # a run may end within its warm-up
         phases = [("gpipe", min(warm, self.updates), batch)]
         if self.updates > warm:
+            # counted from the end of the warm-up
             marks = [(k - warm) * accumulate for k in self.drains if k > warm]
             schedule = make_schedule(
                 self.method, stages, (self.updates - warm) * accumulate, accumulate, marks
@@ -322,6 +324,7 @@ class Job(Setup):
         """
         warm = self.rules.switch
         N = self.schedule.accumulate
+        # the end of the warm-up is among them, so that a stretch has one method
         marks = sorted({mark for mark in (0, warm, *drains, updates) if mark <= updates})
         played: dict[tuple[str, int], FloatArray] = {}
         ends = [np.zeros(1)]
@@ -413,6 +416,7 @@ def _move(
     if pins and value.device.type == "cpu" and get_kind(device).pins_memory():
         # before pinning, because a conversion makes a new tensor, which would not be pinned
         value = value.to(dtype) if value.is_floating_point() else value
+        # from memory that is not pinned a copy would wait all the same
         return value.pin_memory().to(device, non_blocking=True)
     # whole numbers stay what they are: they are labels, or index an embedding
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)

@@ -77,6 +77,7 @@ def derive_recurrence(
     `discrepancy` is PipeMare's Delta, as a share of the curvature.
     """
     groups = job.full_optimizer.param_groups
+    # a stage without weights has no group
     options = next((group for group in groups if group["stage"] == stage), groups[0])
     momentum = float(options["momentum"])
     # torch's SGD ignores dampening without momentum
@@ -95,6 +96,7 @@ def derive_recurrence(
         if not rule.acts_on(setting):
             continue
         if rule.key == "gradient_shrinking":
+            # a smaller gradient is that of a smaller curvature
             factor = float(values["factor"]) ** forward
         elif rule.key == "spike_compensation":
             a, b = compute_spike_coefficients(setting, momentum)
@@ -103,7 +105,7 @@ def derive_recurrence(
             correction = float(forward - backward)
             decay = compute_discrepancy_decay(setting)
         elif rule.key == "weight_prediction":
-            horizon = values["scale"] * forward
+            horizon = values["scale"] * forward  # in updates
             by_velocity = values["form"] != "difference"  # SGD's own step is its velocity
         elif rule.key == "spectrain":
             horizon = compute_spectrain_horizon(setting, True)
@@ -112,6 +114,7 @@ def derive_recurrence(
     forward_read = DelayedRead(factor * (1 + discrepancy), forward, horizon, by_velocity)
     # the second read would be of the same weights, or count nothing
     if backward == forward or not discrepancy:
+        # two versions that do not differ have no discrepancy
         return Recurrence((forward_read._replace(sensitivity=factor),), momentum, a, b)
     backward_read = DelayedRead(
         -factor * discrepancy, backward, backward_horizon, by_velocity, correction
@@ -135,6 +138,7 @@ def explain_divergence(job: Job, update: int) -> str:
     forward = int(lags[worst])
     backward = int(job.table.greatest_backward_lag()[worst])
     if update < job.rules.switch or not forward or job.method.structure is not None:
+        # a hint that the method or the backend would refuse is none
         is_supported = job.method.structure is None and job.config.backend.facts.clips_any_optimizer
         can_clip = job.config.clip is None and is_supported
         clip = "; clip: {norm: ...} may help" if can_clip else ""
@@ -156,6 +160,7 @@ def explain_divergence(job: Job, update: int) -> str:
         # the same optimizer on weights that are never stale
         derive_loop_gain(recurrence._replace(reads=(DelayedRead(1.0, 0),)))
     )
+    # the run does not know the curvature: the limit is that of 1
     (margin,) = compute_margins([StageDynamics(worst, recurrence, float(rates[worst]), 1.0)])
     text += (
         f": it is stable up to {margin.largest_rate:.3g} / curvature, "

@@ -22,6 +22,7 @@ def attribute_faults(where: Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
+    # Ctrl-C is no fault of the code that it meets
     except KeyboardInterrupt:
         raise
     # also what is no Exception, such as asyncio.CancelledError
@@ -41,6 +42,7 @@ def raise_attributed(error: BaseException, where: str) -> NoReturn:
             raise error
         raise RunFault(f"{where}: {describe_exit(error)}") from error
     if not isinstance(error, (BadInput, RunFault)) and find_user_fault(error) is None:
+        # the user's object may have failed without a frame of its own
         frame = find_user_frame(error) or list_frames(error)[-1]
         line = (
             f"{where}: {summarize(error)[:400]} ({frame.filename}:{frame.lineno}, in {frame.name})"

@@ -117,6 +117,7 @@ class Blocks:
                     built.to(device, torch.float32 if is_cast(model) else activation.dtype)
                     if is_cast(model):
                         cast_forward(built, device.type)
+                    # a user's function may return it in evaluation mode
                     enter_training(built)
                     with restore_modes(built):
                         # in evaluation mode, so that running statistics do not change
@@ -135,6 +136,7 @@ class Blocks:
                         f"{tuple(output.shape)}"
                     )
                 if overwrites:
+                    # the next block reads the same activations
                     built.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
                 heads[str(index)] = built
         return heads
@@ -172,6 +174,7 @@ class Blocks:
             if overlaps:
                 previous = entering, torch.get_rng_state()
             value = piece(value)
+            # the next block's gradients end here
             entering = tree_map(torch.Tensor.detach, value)
             head = self.get_head(index)
             if head is not None:
@@ -214,6 +217,7 @@ class Blocks:
             for name, parameter in piece.named_parameters():
                 tensor = duplicate[name]
                 parameter.grad = average_gradients([parameter.grad, tensor.grad])
+                # the next update gathers anew
                 tensor.grad = None
 
     def forget_duplicates(self) -> None:
@@ -310,6 +314,7 @@ def observe_blocks(model: nn.Module, loss: Loss, example: tuple[Any, Any]) -> Ob
     blocks = get_blocks(model)
     assert blocks is not None
     overlap = blocks.overlap
+    # without duplicates, whose operations would be counted for the blocks' own
     blocks.overlap = 0
     with restore_function(get_user_loss(loss)):
         observation = observe_training(model, *example, lambda x, y: loss(call_model(model, x), y))

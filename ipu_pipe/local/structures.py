@@ -54,10 +54,12 @@ class StagedModel(NamedTuple):
 
     def select_single_crossings(self, names: list[str]) -> list[str]:
         """Return the names at which exactly one activation crosses."""
+        # only a recorded forward tells what crosses
         crossings = cut_model(self.model, names, self.x)[0].cut.crossings
         return [
             name
             for name, crossing in zip(names, crossings)
+            # masks and positions may come along: only activations have gradients
             if sum(t.dtype.is_floating_point for t in crossing.tensors) == 1
         ]
 
@@ -98,6 +100,7 @@ def _find_last_boundary(staged: StagedModel, layers: int) -> list[str]:
     begins = part.begin_names()
     if layers > len(part):
         raise BadInput(f"method_args.layers: {layers}: the model has {len(part)} stages")
+    # the first of the last stages; none if all of them train
     return begins[-layers:][:1] if layers < len(part) else []
 
 

@@ -76,6 +76,7 @@ def _fill_parts(costs: Sequence[float], limit: float) -> list[int]:
     starts = [0]
     total = 0.0
     for i, cost in enumerate(costs):
+        # no part is closed empty, not even before a unit above the limit
         if total + cost > limit and i > starts[-1]:
             starts = [*starts, i]
             total = 0.0
@@ -138,6 +139,7 @@ def _choose_cut(secondary: FloatArray, end: IntArray) -> list[int]:
         ends.append(end[rows, best])
         least_sum[:-1], least_sum[-1] = total[rows, best], np.inf
     edges = [0]
+    # the last one chosen is the end of the first part
     for chosen in reversed(ends):
         edges.append(int(chosen[edges[-1]]))
     return edges
@@ -156,7 +158,7 @@ def find_best_cut(
     units = len(work)
     if not 1 <= count <= units:
         return None
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(work, np.float64))])
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(work, np.float64))])  # (units + 1,)
     price_parts = price_parts or (lambda first, end: lambda k: sums[end] - sums[first])
     starts = np.array(_balance_once(tuple(work), count))
     greatest = float(
@@ -168,8 +170,8 @@ def find_best_cut(
         np.searchsorted(sums, sums[:-1] + greatest + rounding, side="right") - 1 - np.arange(units)
     )
     width = int(min(units - count + 1, max(1, longest.max())))
-    first = np.arange(units)[:, None]
-    end = first + 1 + np.arange(width)[None, :]
+    first = np.arange(units)[:, None]  # (units, 1)
+    end = first + 1 + np.arange(width)[None, :]  # (units, width)
     inside = end <= units
     end = np.minimum(end, units)
     prices = np.where(
@@ -177,7 +179,7 @@ def find_best_cut(
         price_parts(first, end)(np.arange(1, count + 1)[:, None, None]),
         np.inf,
     )
-    prices = np.broadcast_to(prices, (count, *inside.shape))
+    prices = np.broadcast_to(prices, (count, *inside.shape))  # (count, units, width)
     least = _find_bottleneck(prices, end)
     if not np.isfinite(least):
         return None

@@ -187,6 +187,7 @@ def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
 
 def check_same_shapes(x: Any, example: Any, m: int) -> None:
     """Raise BadInput if inputs of microbatch m differ in shape or dtype from the example's."""
+    # every microbatch asks: one tensor is compared without the walk by name
     if (
         isinstance(x, torch.Tensor)
         and isinstance(example, torch.Tensor)
@@ -221,5 +222,6 @@ def call_model(model: nn.Module, x: Any) -> Any:
 def join_arguments(inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """Return the input for which `call_model` gives a model these arguments."""
     # an argument that is itself a nest stays inside a tuple, else `call_model` would unpack it
+    # only a single plain argument loses its tuple
     alone = len(inputs) == 1 and not named and not isinstance(inputs[0], (Mapping, tuple, list))
     return inputs[0] if alone else named or inputs

@@ -82,6 +82,7 @@ class DeviceKind(NamedTuple):
         """
         if not self.is_accelerator:
             return None
+        # torch.cuda has all functions in every version of torch, torch.accelerator from 2.6 on
         if not self.is_cuda and _drives(self.name):
             name = ACCELERATOR_NAMES.get(function, function)
             of_accelerator: Callable[..., Any] | None = getattr(torch.accelerator, name, None)
@@ -104,6 +105,7 @@ class DeviceKind(NamedTuple):
     def is_available(self) -> bool:
         """Tell whether torch has a device of this kind here."""
         if not self.is_accelerator:
+            # a meta tensor has no values, so that nothing is trained there
             return self.name == "cpu"
         if self.offers("is_available"):
             return bool(self.call("is_available"))
@@ -134,6 +136,7 @@ class DeviceKind(NamedTuple):
     def count_memory(self, device: torch.device) -> int | None:
         """Return the bytes of a device's memory; None if torch does not tell."""
         if self.offers("get_device_properties"):
+            # an extension decides itself what its properties contain
             total = getattr(self.call("get_device_properties", device), "total_memory", None)
             if total is not None:
                 return int(total)
@@ -277,6 +280,7 @@ def fork_random(device: torch.device | None) -> Iterator[None]:
         return
     generators = [] if device is None else kind.list_generators(device.index)
     states = [generator.get_state() for generator in generators]
+    # without a list it would save the states of all CUDA devices, too
     with torch.random.fork_rng(devices=[]):
         try:
             yield
@@ -298,5 +302,6 @@ def read_autocast() -> tuple[Autocast, ...]:
 
 @functools.lru_cache(maxsize=None)
 def _list_autocast_kinds() -> tuple[str, ...]:
+    # get_autocast_dtype raises for a kind that autocast does not know
     others = [kind.name for kind in list_accelerators() if not kind.is_cuda]
     return ("cpu", "cuda", *filter(torch.amp.is_autocast_available, others))

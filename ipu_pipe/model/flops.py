@@ -109,8 +109,10 @@ def _count_convolution_backward(
     """Count the forward's products once for the input's gradient and once for the weight's, as the
     mask asks for them.
     """
+    # rest: sizes of the bias, stride, padding, dilation, transposed, output padding, groups, mask
     transposed = rest[4]
     mask = options.get("output_mask", rest[-1])
+    # weight[0]: the products of one number of the output, of the input if transposed
     return int(
         2
         * (x if transposed else gradient).numel()

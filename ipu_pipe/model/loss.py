@@ -56,6 +56,7 @@ class LossOfOutput:
     def __call__(self, output: Any, y: Any) -> torch.Tensor:
         """Return the loss of a model's output and labels."""
         taken = take_scores(self, output)
+        # a loss that asks for fields gets `Labels`, never plain labels
         return self.plain(taken, y.labels, **y.asked) if self.asks else self.plain(taken, y)
 
 
@@ -76,6 +77,7 @@ class OwnLoss:
             [loss_field]
             if loss_field is not None
             else list(output)
+            # scores may be beside it in the tuple: only one number is allowed
             if isinstance(output, (tuple, list))
             else [output]
         )
@@ -160,6 +162,7 @@ class _Zero(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *values: torch.Tensor) -> torch.Tensor:
+        # gradients of zeros need the shapes of the values
         ctx.save_for_backward(*values)
         # not a sum times 0, which is NaN where a value is not finite
         return values[0].new_zeros(())
@@ -289,6 +292,8 @@ def count_right(output: Any, y: Any, among: int = 1) -> torch.Tensor | None:
         # an ignored label is below 0, and so never right
         right = output.detach().argmax(dim=1) == y
     else:
+        # topk refuses more than there are classes
+        # (b, among, ...)
         best = output.detach().topk(min(among, output.shape[1]), dim=1).indices
         right = (best == y.unsqueeze(1)).any(dim=1)
     return torch.stack([right.sum(), (y != IGNORED).sum()])
@@ -391,6 +396,7 @@ def list_requested_fields(loss: Any) -> tuple[str, ...]:
     # a callable that is not written in Python has no signature
     except (TypeError, ValueError):
         return ()
+    # *args and **kwargs have no default, either: their kinds leave them out below
     needed = [p for p in signature.parameters.values() if p.default is p.empty]
     further = [p.name for p in needed if p.kind in _POSITIONAL][2:]
     if further:

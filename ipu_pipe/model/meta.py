@@ -85,6 +85,7 @@ def move_to_meta(model: nn.Module) -> Iterator[None]:
             twins[id(tensor)] = nn.Parameter(shape, tensor.requires_grad) if is_weight else shape
         return twins[id(tensor)]
 
+    # the tables of weights are attributes, too: it puts the real tensors back
     with restore_attributes(model):
         for module in model.modules():
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -166,11 +167,14 @@ def _run_attention(
 
     if not query.is_meta:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **keywords)
+    # PyTorch chooses by the device of the tensors that it is asked with
     stand_ins = [make_empty_on_cpu(tensor) for tensor in (query, key, value, attn_mask)]
     choice: Any = torch._fused_sdp_choice  # type: ignore[attr-defined]
+    # the kernel has no argument for grouped queries
     if choice(*stand_ins, dropout_p, is_causal, **keywords) != FLASH_KERNEL or enable_gqa:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **keywords)
     # PyTorch, too, turns a mask of truth values into numbers before it calls the kernel
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    # it returns (output, log-sum-exp of each row)
     return FUSED(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]

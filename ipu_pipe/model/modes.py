@@ -76,6 +76,7 @@ def find_changed_mode(model: nn.Module, before: Mapping[nn.Module, bool]) -> str
     if all(module.training == mode for module, mode in before.items()):
         return ""
     for name, module in model.named_modules():
+        # a module that came after `before` has no mode to compare with
         if module.training != before.get(module, module.training):
             return name or type(model).__name__
     return ""

@@ -136,6 +136,7 @@ def observe_costs(
                     for t in tree_flatten(forward())[0]
                     if isinstance(t, torch.Tensor) and t.requires_grad
                 ]
+        # the last difference lies behind the last call
         observation.live = list(itertools.accumulate(counter.live_changes))[
             : len(observation.calls)
         ]
@@ -154,6 +155,7 @@ def observe_costs(
             observation.backward = True
         # the user's model may raise anything; training reports it with its place
         except Exception:
+            # meta tensors fail where values are read: the caller tries real ones
             if any(t.is_meta for t in results):
                 raise
     if FlopCounterMode is None:
@@ -228,6 +230,7 @@ def _watch_effects(
     ]
 
     def read() -> ForwardEffects:
+        # asked again: a forward may bind another tensor to a buffer's name
         now = dict(model.named_buffers())
         changed = [
             name
@@ -307,6 +310,7 @@ def list_ancestors(name: str) -> list[str]:
 
 def get_storage(tensor: torch.Tensor) -> int:
     """Return a number that tensors in the same memory share."""
+    # not data_ptr(), which is 0 for every meta tensor
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
@@ -338,6 +342,7 @@ def _count_moved_bytes(operation: Any, arguments: Any, result: Any) -> float:
     """Return the bytes that an operation reads and writes, each tensor once; 0 for views and
     allocations.
     """
+    # an operation in place returns an alias, too, but one that it writes
     is_view = any(
         r.alias_info is not None and not r.alias_info.is_write for r in operation._schema.returns
     )
@@ -405,6 +410,7 @@ class _Counter:
         if is_composite and torch.is_inference_mode_enabled():
             with OperationWatch(self.run):
                 result = func.decompose(*args, **kwargs)
+            # NotImplemented: it is not composed of others
             if result is not NotImplemented:
                 return result
         inputs = list_tensors((*args, *kwargs.values()))
@@ -464,6 +470,7 @@ class _Counter:
             key = _make_view_key(tensor)
             storage = get_storage(tensor)
             self._making_call[key] = max(0, len(self.calls) - 1)
+            # an operation in place makes its tensor anew, which crosses from here on
             self._last_read.pop(key, None)
             self._alive.append(tensor)
             if of_input:
@@ -486,6 +493,7 @@ def observe_execution(model: nn.Module, example: Any, counted: bool = False) -> 
     modules (auxiliary heads).
     """
     observation = _observe(model, example, False, counted)
+    # a container such as ModuleList has no forward of its own, and never runs
     can_run = {
         name for name, m in model.named_modules() if type(m).forward is not nn.Module.forward
     }
@@ -542,6 +550,7 @@ def _observe(model: nn.Module, example: Any, training: bool, counted: bool) -> O
 
 def find_running_ancestor(name: str, running: Mapping[str, int]) -> str:
     """Return the nearest module around `name`, or `name` itself, among the `running` modules."""
+    # ends at "", the model itself, which runs first
     while name not in running:
         name = name.rpartition(".")[0]
     return name
@@ -600,6 +609,7 @@ def find_weight_uses(model: nn.Module, observation: Observation) -> dict[str, li
     ran: set[str] = set()
     reached = 0
     for module in observation.runs:
+        # calls are first runs: a repeated run lies in the newest call that was reached
         reached = max(reached, order[module])
         for weight, name in owned.get(module, ()) if module in ran else ():
             uses[weight].append(WeightUse(reached, order[module], name))

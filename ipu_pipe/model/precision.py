@@ -123,6 +123,7 @@ class ModelPrecision:
 
     def convert_loss(self, loss: Loss) -> Loss:
         """Return the loss of the model's outputs in this precision."""
+        # a model's own loss keeps the precision of the forward that computes it
         if self.row not in ("bfloat16_mixed", "bfloat16_masters") or isinstance(loss, OwnLoss):
             return loss
         if isinstance(loss, LossOfOutput):
@@ -174,6 +175,7 @@ class ModelPrecision:
         `keep`: leave the dtypes of training.
         """
         uncast_forward(self._model)
+        # first the masters, which are the trained weights, then their dtypes
         if not keep and self.masters is not None:
             self.masters.take_over()
         for parameter, dtype in () if keep else self._given_types:
@@ -260,9 +262,11 @@ class Masters:
         for weight, master in pairs:
             if weight.grad is not None:
                 if master.grad is None:
+                    # of several microbatches: the sum is made in float32
                     master.grad = weight.grad.float()
                 else:
                     master.grad += weight.grad
+                # the next backward begins anew, so that no gradient is added twice
                 weight.grad = None
 
     def write_weights(self, pairs: Pairs) -> None:

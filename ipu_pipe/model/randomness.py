@@ -29,6 +29,7 @@ def derive_seed(*key: object) -> int:
     """Return a 63-bit seed that depends on all of `key` and nothing else, the same on every machine
     and Python version.
     """
+    # hash() of a string differs from process to process
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -38,6 +39,7 @@ def draw_from(state: torch.Tensor) -> Iterator[None]:
     """Set the CPU's generator to `state` inside the context, so that a part of a forward repeats
     its draws.
     """
+    # the draws of GPUs are left alone: without a list it would save their states
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state)
         yield

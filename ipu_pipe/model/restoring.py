@@ -111,6 +111,7 @@ def _restore_objects(objects: Sequence[Any], others: Sequence[Any] = ()) -> Iter
     copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
     for value, most in parts:
         for tensor in _list_plain_tensors(value, most):
+            # whole storages, since views may overlap
             storage = tensor.untyped_storage()
             # several views may have one storage
             if storage.data_ptr() not in copies:
@@ -251,6 +252,7 @@ def _list_shared_values(function: Any, variables: list[tuple[Any, str, Any]]) ->
             waiting += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.MethodType):
             waiting += [value.__self__, value.__func__]
+        # the globals of torch's own functions are not the user's
         elif isinstance(value, types.FunctionType) and not str(value.__module__).startswith(
             "torch."
         ):

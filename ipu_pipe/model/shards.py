@@ -156,6 +156,7 @@ class Shards:
         value = value.to(weight.device)
         if isinstance(value, DTensor):
             return value.redistribute(weight.device_mesh, weight.placements)
+        # every rank has the whole value: no rank sends it to the others
         return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
 
     def shard_entries(self, entries: Mapping[str, Any], weight: Any) -> dict[str, Any]:

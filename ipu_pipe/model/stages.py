@@ -84,6 +84,7 @@ def partition(
     Raise `BadInput` for unknown module names, impossible counts, or a weight of two stages that
     must be in one.
     """
+    # marks, names and "finest" need no costs, which take a backward, too
     balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
     observation = observe_execution(model, example, counted=balances)
     if stages is None:
@@ -126,6 +127,7 @@ def _read_choice(stages: Any) -> tuple[int, str, bool]:
     """
     if stages == "finest":
         return 0, "flops", True
+    # True is an int, too
     if isinstance(stages, int) and not isinstance(stages, bool):
         stages = {"count": stages}
     if isinstance(stages, Mapping) and set(stages) == {"finest"}:
@@ -264,6 +266,7 @@ def require_names(model: nn.Module, calls: list[ModuleCall], names: Sequence[str
         order = [call.name for call in calls if call.name in set(names)]
         if order != list(names):
             faults.append(f"stages: names must be in the order of execution: {', '.join(order)}")
+        # the message names where the model begins, since a mark there begins no stage
         first = next(call for call in calls if call.computes).name
         for name in names:
             if name not in opened:
@@ -302,6 +305,7 @@ def build_partition(
             shared[name] = tuple(by_stage[stage] for stage in sorted(by_stage))
     first_module: dict[int, str] = {}
     for stage, module_call in zip(stage_at, observation.calls):
+        # a container that only calls others names no stage
         if module_call.computes:
             first_module.setdefault(stage, module_call.name)
     names: list[list[str]] = [
@@ -332,12 +336,14 @@ def share_weights(
     """Return the partition with other shared weights, `stages`: name of a trained weight -> the
     stages that use it.
     """
+    # `stages` says nothing of frozen weights, which stay as they are
     frozen = {
         name: uses
         for name, uses in part.shared.items()
         if not model.get_parameter(name).requires_grad
     }
     shared = {
+        # these uses know the weight's name on each stage, and which of them repeat a module
         name: part.shared[name]
         if [use.stage for use in part.shared.get(name, ())] == list(indices)
         else tuple(Use(stage, name) for stage in indices)
@@ -373,6 +379,7 @@ def require_one_stage(part: Partition, model: nn.Module, why: str) -> None:
                 )
             faults.append(fault + reason)
     if faults:
+        # each weight of a module that runs again gives the same line
         raise BadInput(list(dict.fromkeys(faults)))
 
 
@@ -413,8 +420,10 @@ def spread_weights(
         stage_of.update(dict.fromkeys(names, stage))
         if stage and call.name not in begins and stage not in begins.values():
             begins[call.name] = stage
+    # weights that no forward reads go where the loss runs
     stage_of.update(dict.fromkeys(observation.unread, count - 1))
     part = build_partition(model, observation, begins, stage_of)
+    # `build_partition` counts up to the last stage that has a weight
     empty = tuple(PartitionStage(s, "", ()) for s in range(len(part), count))
     return replace(part, stages=part.stages + empty, spread=True)
 
@@ -449,8 +458,10 @@ def balance_stages(
     weights_of_calls = [owners.count(call.name) for call in calls]
     if count <= len(top):
         weights = [int(total) for total in _sum_between(weights_of_calls, top)]
+        # between top-level modules a cut divides none
         starts = WeightedCuts(units, weights, [0] * len(top)).find_best(count)
     if starts is None or not between_top:
+        # the deepest ones go first: a cut there divides the most modules
         while len(cut_points) > max(MOST_CUT_POINTS, len(top)):
             deepest = max(point.divided for point in cut_points)
             cut_points = [point for point in cut_points if point.divided < deepest]
@@ -486,6 +497,7 @@ def find_top_cut_points(observation: Observation, names: Sequence[str]) -> dict[
     tops = {}
     for i, call in enumerate(observation.calls):
         if call.name in names:
+            # the first leaf in or after the module, which has one cut point
             k = bisect.bisect_left(leaf_calls, i)
             if k < len(leaf_calls) and cut_points[k].divided == 0:
                 tops[call.name] = cut_points[k].name
@@ -504,6 +516,7 @@ def _list_cut_points(calls: Sequence[ModuleCall], together: set[int]) -> list[_C
         call_numbers[call.name] = i
         if not call.is_leaf:
             continue
+        # the outermost module that begins here; a sequence around it is no module to divide
         outer = next(
             k
             for k in range(after_leaf, i + 1)
@@ -519,6 +532,7 @@ def _list_cut_points(calls: Sequence[ModuleCall], together: set[int]) -> list[_C
             and not isinstance(calls[call_numbers[outer_name]].module, nn.Sequential)
         ]
         if not cut_points:
+            # the model's beginning is call 0, whatever runs there first
             cut_points.append(_CutPoint(0, name, 0))
         elif not together.intersection(range(after_leaf, outer + 1)):
             cut_points.append(_CutPoint(outer, name, len(divided)))
@@ -534,6 +548,7 @@ def _find_held_together(model: nn.Module, observation: Observation) -> set[int]:
     calls_by_weight = [
         [use.call for use in uses]
         for name, uses in uses_by_name
+        # frozen weights have one version, so that their uses may be apart
         if model.get_parameter(name).requires_grad
     ]
     return {i for calls in calls_by_weight for i in range(min(calls) + 1, max(calls) + 1)}
@@ -640,6 +655,7 @@ def group_stages(
             + (f": {inside} of its stages begin where several activations cross" if inside else "")
         )
     edges = [0, *starts, len(part)]
+    # forwards alone: a model whose backward cannot run has no other FLOPs
     flops = make_footprint(model, part, observation).forward_flops
     costs = [sum(flops[a:b]) for a, b in zip(edges, edges[1:])]
     begins = [edges[k] for k in balance(costs, count)[1:]]
@@ -679,6 +695,7 @@ def _time_calls(model: nn.Module, calls: list[ModuleCall], example: Any) -> list
 
     def run() -> list[torch.Tensor]:
         outputs = flatten_tensors(call_model(model, clone_tensors(example)))
+        # a number for a backward; the loss itself belongs to no call
         return [t.sum() for t in outputs if t.is_floating_point()]
 
     with restore_modes(model), torch.enable_grad():

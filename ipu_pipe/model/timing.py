@@ -204,6 +204,7 @@ def _time_pass(
         torch.autograd.backward(values)
     backward = clock.leave()
     if next_node is None:
+        # operations without a formula have no FLOPs, and all may be such
         share = sum(backward) / (sum(backward_flops) or 1.0)
         backward = [share * flops for flops in backward_flops]
     return np.array([forward, backward])

@@ -51,6 +51,7 @@ class AbsentWeights:
     def show(self) -> None:
         """Put the memory back, for a call."""
         self._depth += 1
+        # a call inside another one finds no memory put away, and changes nothing
         for tensor, memory in zip(self._tensors, self._memory):
             tensor.data = memory
         self._memory = []
@@ -60,6 +61,7 @@ class AbsentWeights:
         self._depth -= 1
         if self._depth:
             return
+        # read anew: a call may have given a weight other memory
         self._memory = [tensor.data for tensor in self._tensors]
         for tensor, absent in zip(self._tensors, self._absent):
             tensor.data = absent

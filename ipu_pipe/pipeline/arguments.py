@@ -82,7 +82,9 @@ def require_weights_for(model: nn.Module, stages: Any) -> None:
     microbatches are as many by default, would be blamed.
     """
     count = stages.get("count") if isinstance(stages, Mapping) else stages
+    # a bias that was left out is None in the table
     layers = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
+    # a model without weights is refused later, and for that
     if isinstance(count, int) and count > max(len(layers), 1):
         raise BadInput(explain_too_many(count, len(layers)))
 
@@ -164,6 +166,7 @@ def require_current_gpu(model: nn.Module, device: str | torch.device | None) -> 
     """
     named = [p.device for p in model.parameters()] if device is None else [torch.device(device)]
     places = [where for where in named if where.index is not None]
+    # a device without a number is the current one
     kind = get_kind(places[0]) if places else get_kind("cpu")
     if not (kind.is_accelerator and kind.is_available() and kind.offers("current_device")):
         return
@@ -219,6 +222,7 @@ def count_replicas(replicas: int, process_group: Any, data_group: Any) -> int:
             f"data_group: rank {shared[0]} is in process_group, too: the groups must share this "
             f"rank alone"
         )
+    # 1 is the default, which says nothing
     if replicas not in (1, len(ranks)):
         raise BadInput(
             f"replicas: {replicas}: data_group has {len(ranks)} ranks, which are the replicas: "

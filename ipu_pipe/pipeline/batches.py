@@ -38,6 +38,7 @@ def divide_batch(x: Any, y: Any, count: int) -> list[Microbatch]:
         )
     if any(tensor.layout != torch.strided for tensor in tensors):
         raise ValueError("step: a tensor of the batch is sparse: must be dense, as of to_dense()")
+    # a tensor of no dimensions has no samples to divide
     sizes = {len(tensor) for tensor in tensors if tensor.dim()}
     if len(sizes) > 1:
         raise ValueError(
@@ -114,7 +115,7 @@ def _copy_span(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     # of views too that repeat or leave out memory, such as those of expand and unfold
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    memory = tensor.as_strided((span,), (1,)).clone()
+    memory = tensor.as_strided((span,), (1,)).clone()  # (span,)
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
@@ -190,4 +191,5 @@ def interleave_replicas(microbatches: Sequence[Microbatch], replicas: int) -> li
     replicas take turns.
     """
     per_replica = len(microbatches) // replicas
+    # microbatch i of replica r gets the number i * replicas + r
     return [microbatches[r * per_replica + i] for i in range(per_replica) for r in range(replicas)]

@@ -175,6 +175,7 @@ def choose_batch_size(config: Config, data: DataSource) -> int:
     """Return the samples of a microbatch: the config's, or those of a loader's batches if the
     config does not set them.
     """
+    # a number that was set counts, also if it is the default
     if "micro_batch_size" in config.model_fields_set or not isinstance(data, LoaderData):
         return config.micro_batch_size
     return data.read_batch_size() or config.micro_batch_size
@@ -202,6 +203,7 @@ def _load_initial_weights(
                 name in state and state[name].shape == value.shape
                 for name, value in tensors.items()
             )
+            # one remedy for all of them, after the last
             faults[-1] += (
                 "; init_from: {path: ..., strict: false} takes what fits"
                 if fits
@@ -210,6 +212,7 @@ def _load_initial_weights(
         raise BadInput(faults) from None
     return (
         None
+        # all names fit, or the load has raised
         if init_from.strict
         else InitialWeights(str(path), len(state) - len(new), left_out, new)
     )
@@ -304,6 +307,7 @@ def name_microbatches() -> Iterator[None]:
         yield
     except BadInput as error:
         raise BadInput(
+            # only at the place of the fault, not in the text after it
             [line.replace("accumulate:", f"{Argument('microbatches')}:", 1) for line in error.lines]
         ) from None
 
@@ -361,6 +365,7 @@ def _divide(setup: Setup) -> tuple[Setup, Placed, tuple[Any, Any], Observation, 
         begins = run_on_main(
             lambda: choose_stages(config, method, setup.model, loss, example, processes)
         )
+        # no begins: the plan is one stage
         config = config.model_copy(update={"stages": begins or 1})
     placed = get_backend(config).place(config, method, setup.model, example[0])
     model = placed.model
@@ -375,6 +380,7 @@ def _divide(setup: Setup) -> tuple[Setup, Placed, tuple[Any, Any], Observation, 
         if method.structure.blocks is not None and config.method_args.blocks is None:
             config = config.with_method_args(blocks=len(partition))
         loss = SumOfLosses(loss)
+        # again, now that the model has heads
         observation = observe_blocks(model, loss, example)
         footprint = measure_footprint(model, partition, observation)
     if placed.pieces or method.structure is not None:
@@ -411,8 +417,10 @@ def _make_optimizers(
     members = [Member(one.match, one.ndim) for one in config.optimizer.groups] or [Member()]
     choose_member = None
     if handle is not None:
+        # only their count matters: `choose_member` knows the group of each parameter
         members = [Member()] * handle.group_count
         choose_member = handle.choose_member
+        # before the optimizer is made, whose groups get the settings by stage
         handle.set_delays(table.rule_lag().tolist())
     groups = make_groups(
         setup.model, placed.partition, config.optimizer.no_decay, members, choose_member
@@ -425,6 +433,7 @@ def _make_optimizers(
         make_factory(config) if objects.optimizer is None else make_factory_of(objects.optimizer)
     )
     optimizer = call_factory(factory, local_groups)
+    # the same function has just returned an optimizer of such groups
     return optimizer, optimizer if local_groups is groups else factory(groups)
 
 

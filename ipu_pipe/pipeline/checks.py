@@ -80,6 +80,7 @@ def find_faults(job: Job, optimizer_faults: Sequence[str]) -> list[str]:
     faults = [*list_lacking(job), *get_backend(job.config).list_faults(job)]
     method = job.method
     is_alone = method.structure is None and method.rounds is None and method.history is None
+    # then one step of the optimizer has the gradients of all stages
     at_once = job.config.backend.facts.emulates and method.flushes and is_alone
     faults += [
         fault
@@ -230,6 +231,7 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
     sparse = []
     for name, module in model.named_modules():
         place = f"model: {name}" if name else "model"
+        # first of all: a lazy parameter has no shape, which what follows reads
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
             why = (
                 "is lazy: its weights have no shape yet: state its sizes, or run a batch through "
@@ -263,6 +265,7 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
     of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     untrained = [name for name, p in of_loss if p.requires_grad and p not in trained]
     names_by_fault = {
+        # by name: the IPUs' torch 2.0.1 has no such class to import
         f"is sharded (a DTensor): give whole weights{SHARD_LATER}": [
             name for name, p in model.named_parameters() if type(p.data).__name__ == "DTensor"
         ],
@@ -339,6 +342,7 @@ def check_model(setup: Setup, example: tuple[Any, Any], labels: Any) -> Observat
             f"model.output: {take.key}: the model returns {describe_output(output)}, which has no "
             f"parts: leave it out"
         )
+    # (1,) is one number, too
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise BadInput("loss: must return one number, the mean over the microbatch")
     buffers = dict(model.named_buffers())
@@ -374,6 +378,7 @@ def _explain_failure(
             f"model: returns {describe_output(output)}, but the loss takes one of these ({error}): "
             f"{which}, or use {OWN_LOSS} if the output has its own loss"
         )
+    # the model has returned, and the loss has not
     if output is not None and value is None:
         returned = describe_output(output)
         if taken is None and isinstance(loss, LossOfOutput):
@@ -401,6 +406,7 @@ def _try_metrics(setup: Setup) -> None:
     # the numbers of a run must not depend on whether it has metrics
     with fork_random(setup.device), torch.no_grad(), restore_all(setup.model):
         setup.model.eval()
+        # a loop, since a data source may have no test set
         for x, labels in itertools.islice(load_test_batches(setup), 1):
             scores = take_scores(setup.loss, call_model(setup.model, x))
             y = get_labels(labels)

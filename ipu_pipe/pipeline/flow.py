@@ -109,6 +109,7 @@ class Flow:
         self._open()
         with self.lend_gradients():
             self.engine.finish(self.given, self.table)
+            # a list, so that they are taken before the next stretch begins
             updates = list(self._take_before(self.given))
             self.engine.reopen(self.given, self.table)
         return updates
@@ -163,6 +164,7 @@ class Flow:
         """
         if self._job.method.rounds is not None:
             return self.table.schedule.get_drain_interval(k)[1]
+        # update k leaves at the earliest with its own batch
         batches = k + 1
         while self.count_left(batches) <= k:
             batches += 1

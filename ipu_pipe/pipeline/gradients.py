@@ -44,6 +44,7 @@ class OwnGradients:
         finally:
             self._is_lent = False
             mine = [p.grad for p in self._parameters]
+            # what no optimizer steps is dropped, or it would add up for ever
             self._own = [g if keeps else None for g, keeps in zip(mine, self._keeps)]
             self._swap(mine, theirs)
 

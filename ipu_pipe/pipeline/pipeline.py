@@ -442,6 +442,7 @@ class Pipeline:
                 self._handle.record(k)
                 self._sums[k] = sums
                 self._data.give(self._number(batch[i * size : (i + 1) * size], k))
+            # once for all, since each lending walks over all weights
             with flow.lend_gradients():
                 for _ in range(self.updates_per_call):
                     flow.give()
@@ -599,7 +600,9 @@ class Pipeline:
                 for batch in itertools.islice(iterator, shard, None, shards):
                     yield job.prepare_batch(batch if self._loss is not None else unwrap(batch))
 
+            # after those of its blocks comes the result of the whole model
             result = engine.evaluate(read, chosen)[-1]
+        # no metric has this name: `make_metrics` refuses it
         return {"loss": result.loss, **result.metrics}
 
     @take_turn
@@ -609,6 +612,7 @@ class Pipeline:
         """
         job, engine = self._pause("predict")
         with self._break_on_error("predict", only_reads=True):
+            # a model with its own loss takes a whole batch, labels too
             moved = job.move_to_device(x, None)[0] if self._loss is None else _move_inputs(job, x)
             return engine.predict(moved)
 
@@ -655,6 +659,7 @@ class Pipeline:
                 ):
                     # ranks of sharded weights have no other whole model than the copy
                     is_copy = job.precision.is_sharded
+                    # a rank without a copy has nothing to compare
                     whole = (copied or nn.Module()) if is_copy else self.model
                     # by sums, because a write through .data leaves no other trace
                     before = sum_tensors(whole)
@@ -663,6 +668,7 @@ class Pipeline:
                         self._seam.note_other_call()
                     yield whole if everywhere or engine.is_main else None
                     if self._seam is not None and engine.leaves_weights_stale:
+                        # a compiled program has these as they were: the next step must know
                         self._seam.keep_changes(("value", "loss"))
                     has_changed = sum_tensors(whole) != before
                 # out of the context above, because a refusal breaks nothing
@@ -779,6 +785,7 @@ class Pipeline:
             if any(p.numel() for p in group["params"])
         }
         groups = settings["groups"]
+        # a stage steps only its own parameters, so that a rank may have old settings of others
         for other in gather_objects(
             {member: groups[member] for member in here if member < len(groups)}
         ):
@@ -808,6 +815,7 @@ class Pipeline:
             # before the drain, so that a state that is refused has changed nothing
             saved = self._parse_state(state)
         self._drain("load_state_dict")
+        # results of before the state are dropped with it
         self._pending = []
         if saved.settings is not None:
             self._handle.import_settings(saved.settings)
@@ -956,6 +964,7 @@ class Pipeline:
         updates: list[Update] = []
         if not self._is_broken:
             updates = self._drain_and_take("close") if self.can_drain else self._end_within_round()
+            # also if the engine fails to end: a second close must not wait for ranks that have gone
             self._is_closed = True
             if self._flow is not None:
                 with self._break_on_error("close"):
@@ -1058,11 +1067,13 @@ class Pipeline:
             # building seeds the generators and runs the model; the loop's own draws must not change
             # by it
             with restore_random_states():
+                # other shapes on a rank would end in gloo's abort, which names no cause
                 compare_inputs(x)
                 # later ones are compared with each result
                 if not self._modes:
                     compare_settings(self._handle.describe_settings())
                 setup = set_up(objects.describe_in(config), **objects._asdict())
+                # with its values, since a conversion to fewer bits loses some
                 undo.callback(setup.precision.give_back)
                 resolved = resolve(setup, objects, Length(), self._handle, self._prepare_stage)
                 job = assemble(resolved, Length(), self._make_rates(resolved))
@@ -1315,6 +1326,7 @@ class Pipeline:
         engine = self._require_flow().engine
         with self._break_on_error("step"):
             state = engine.collect_state()
+            # the engine's tensors are the model's own, which the next build changes
             saved = None if state is None else self._copy_state(state)
             # every rank loads the whole state
             saved = run_on_main(lambda: saved)
@@ -1356,6 +1368,7 @@ class Pipeline:
         with world.enter(self._column):
             self._drain(call)
         with self._break_on_error(call):
+            # switching writes into the groups
             before = [copy_group(group) for group in inner.param_groups]
             switch(inner)
             # schedule-free optimizers keep their mode in the groups
@@ -1384,6 +1397,7 @@ class Pipeline:
                 )
                 raise Divergence(error.reason, advice) from None
             updates.append(Update(k, result.loss, result.accuracy, result.blocks))
+        # no stage steps an update that has left once more
         self._handle.forget_before(self.finished)
         return updates
 

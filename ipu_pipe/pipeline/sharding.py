@@ -45,6 +45,7 @@ def prepare_stages(
     `BadInput` where the method or the result does not fit. `x`: inputs of a microbatch; `draws`:
     the modules that draw random numbers.
     """
+    # first: without processes there are no pieces to look at
     _require_support(setup, method, placed, handle)
     pieces: Sequence[Piece] = placed.pieces
     cut = pieces[0].cut
@@ -76,6 +77,7 @@ def prepare_stages(
             f"prepare_stage: {list_some(renamed) or 'a parameter'}: the names of the model's "
             f"parameters must stay"
         )
+    # in the place of master copies, which `_require_support` has refused
     shards = setup.precision.masters = Shards(list_sharded(setup.model))
     setup.precision.shares = _gather_shares(placed, pieces, whole_bytes)
     _require_groups(shards, {p: name for name, p in after.items()}, description, draws)
@@ -94,6 +96,7 @@ def _gather_shares(
     here = {
         stage: count_bytes(list(pieces[stage].parameters())) / whole_bytes[stage]
         for stage in _list_stages_here(placed)
+        # a stage may have no weights
         if whole_bytes[stage]
     }
     shares = {stage: share for one in gather_objects(here) for stage, share in one.items()}
@@ -106,6 +109,7 @@ def _require_groups(
     """Raise `BadInput` for weights that are sharded over ranks of other stages or over a part of
     the replicas, and for ranks that differ. `names`: of the weights.
     """
+    # the other ranks of this pipeline, which hold other stages
     stages = {*world.list_names()} - {dist.get_rank()}
     data_group = world.get_data_group()
     replicas = {dist.get_rank()} if data_group is None else {*world.list_global_ranks(data_group)}
@@ -117,6 +121,7 @@ def _require_groups(
                 f"{place}, and rank {min(stages & ranks)} holds another stage: give it the mesh of "
                 f"this stage's ranks, such as fully_shard(stage, mesh=mesh['dp'])"
             )
+        # FSDP2 would average over these ranks, and nobody over the others
         if len(ranks & replicas) > 1 and not shards.is_averaged(shards.get(weight), replicas):
             raise BadInput(
                 f"{place}, a part of data_group: shard over all of it (hybrid sharding: a mesh of two dimensions)"

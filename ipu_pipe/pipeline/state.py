@@ -245,6 +245,7 @@ def check_tensors(
     """
     state = model.state_dict()
     for name, value in saved.model.items():
+        # names that do not fit are told together, by `check_weights`
         if name in state and _get_kind(value) != _get_kind(state[name]):
             raise BadInput(
                 f"model: {name}: is {_name(value.dtype)}, the model has {_name(state[name].dtype)}"
@@ -269,6 +270,7 @@ def check_tensors(
     )
     if wrapper:
         raise BadInput(f"model: {wrapper}")
+    # a part lacks the tensors of other stages: the model's own stand in for them
     check_weights(model, saved.model if saved.layout is None else {**state, **saved.model}, "model")
     _check_optimizer(saved, parameters, is_elementwise)
 
@@ -313,6 +315,7 @@ def _require_number(place: str, value: Any) -> None:
         if value.dim() or value.is_complex() or value.dtype == torch.bool:
             raise BadInput(f"{place}: {_describe(value)}: must be one number")
         number = value.item()
+    # type, not isinstance: True is an int, too
     if type(number) not in (int, float) or not 0 <= number < math.inf:
         raise BadInput(f"{place}: {show(number)}: must be a number, at least 0")
 

@@ -36,6 +36,7 @@ class PipelineTrace:
         return format_analysis(self.analysis)
 
     def _repr_html_(self) -> str:
+        # in a frame of its own, whose styles and scripts do not meet the notebook's
         page = escape(self.page.read_text(encoding="utf-8"))
         return f'<iframe title="trace" srcdoc="{page}" style="width:100%;height:{HEIGHT}px;border:0"></iframe>'
 
@@ -60,6 +61,7 @@ def write_trace(job: Job, engine: Engine, folder: Path) -> PipelineTrace | None:
     `job`: with the schedule of the updates so far. On the emulator, which has no clock of each
     device, the clock plays the schedule with the measured times of the stages' passes.
     """
+    # both by all ranks, before those without a report return
     measured = engine.report()
     seconds = engine.profile()
     if measured is None:
@@ -67,6 +69,7 @@ def write_trace(job: Job, engine: Engine, folder: Path) -> PipelineTrace | None:
     file = folder / "trace.json.gz"
     page = folder / "trace.html"
     folder.mkdir(parents=True, exist_ok=True)
+    # the emulator: no device there has a clock
     if measured.events is None:
         write_modelled_trace(job, folder, choose_stage_costs(job, seconds, Position()))
     else:

@@ -31,6 +31,7 @@ class Turns:
     def __init__(self, column: world.Column | None = None) -> None:
         self._column = column
         self._lock = threading.Lock()
+        # of the newest call, also after it has ended: read only while the lock is held
         self._call = ""
         self._thread = 0
 

@@ -136,6 +136,7 @@ def _format_table(answer: Answer) -> list[str]:
     ]
     for rank, (prediction, bottleneck) in enumerate(answer.plans, 1):
         candidate = prediction.candidate
+        # the devices differ: early stages keep more microbatches
         fullest = max(prediction.memory, key=lambda memory: memory.total)
         name = candidate.method + (
             f" v={candidate.stages_per_device}" if candidate.stages_per_device > 1 else ""
@@ -163,6 +164,7 @@ def _format_best(problem: Problem, prediction: Prediction, bottleneck: Bottlenec
         + ("  (memory of its device)" if prediction.candidate.stages_per_device > 1 else ""),
     ]
     for s, start in enumerate(prediction.starts):
+        # the memory of a device, which all its stages share
         memory = prediction.memory[prediction.candidate.placement[s]]
         name = problem.units[start].name or "(start of the model)"
         lines.append(
@@ -171,6 +173,7 @@ def _format_best(problem: Problem, prediction: Prediction, bottleneck: Bottlenec
         )
     lines += ["", f"bottleneck: {bottleneck}"]
     devices = prediction.candidate.devices
+    # of one replica, or of one stage, the numbers are plain: 0, 1, 2 and so on
     if (
         prediction.candidate.width > 1
         and prediction.candidate.depth > 1
@@ -246,6 +249,7 @@ def make_planned_config(
         "method": candidate.method,
         # a single stage begins with the model, so that there is no name for the list
         "stages": list_stage_modules(problem, prediction) or 1,
+        # others have one stage on a device, the default
         "stages_per_device": None
         if candidate.method_row.order is None
         else candidate.stages_per_device,
@@ -265,12 +269,14 @@ def make_planned_config(
     )
     local = METHODS[candidate.method].structure is not None
     if candidate.method != config.method:
+        # the old method's settings would be refused; heads are of all local methods
         method_args = MethodArgs(head=config.method_args.head if local else None)
     if candidate.method == "local_chunked":
         method_args = method_args.model_copy(
             # its blocks are the stages, and must begin where the plan cuts
             update={"blocks": list_stage_modules(problem, prediction) or 1}
         )
+    # None: the method's own schedule
     changes["method_args"] = method_args.model_copy(update={"schedule": _name_schedule(candidate)})
     if problem.streamed and config.backend.ipu is not None:
         ipu = config.backend.ipu.stream_state()

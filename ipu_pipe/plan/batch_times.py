@@ -53,6 +53,7 @@ class BatchTimes:
         self.costs = costs
         loads = sum_loads(np.add(costs.forward, costs.backward), method)
         self._devices = len(loads)
+        # in no state does a microbatch take less
         self._slowest = max([*loads, *sum_link_times(self._list_flows(1, ())).values()])
         self._known: dict[int, BatchTime] = {}
 
@@ -79,12 +80,13 @@ class BatchTimes:
                 abs(slope - before) <= STEADY * slope
                 and slope >= (1 - STEADY) * step * self._slowest
             ):
-                further_steps = (accumulate - shortest) / step - 2
+                further_steps = (accumulate - shortest) / step - 2  # beyond the third length
                 link_busy = {
                     link: busy + further_steps * (busy - second.link_busy.get(link, 0.0))
                     for link, busy in third.link_busy.items()
                 }
                 return BatchTime(third.seconds + further_steps * slope, link_busy)
+            # not steady yet: three longer batches
             shortest = 2 * shortest
             step = 2 * step
         return self._simulate(accumulate)
@@ -96,6 +98,7 @@ class BatchTimes:
         return self._known[accumulate]
 
     def _simulate_eager(self, accumulate: int) -> BatchTime:
+        # one filling, and as many more that are timed
         updates = 1 if self.method.flushes else 2 * _count_filling(self.stages, accumulate)
         ends = time_first_updates(self._make_schedule(accumulate), self.costs, updates)
         return BatchTime(
@@ -107,6 +110,7 @@ class BatchTimes:
         schedule = self._make_schedule(accumulate)
         times = clock(schedule, self.costs)
         batches = schedule.update_count
+        # on average: in lock-step all batches are counted, also those that fill and drain
         link_busy = {link: busy / batches for link, busy in times.link_busy.items()}
         updates = 1 if self.method.flushes else 2 * _count_filling(self.stages, accumulate)
         return BatchTime(
@@ -157,6 +161,7 @@ def _count_filling(stages: int, accumulate: int) -> int:
     return -(-2 * stages // accumulate)
 
 
+# many candidates, and their bottlenecks, play one schedule with other costs
 @lru_cache(maxsize=512)
 def _make_schedule(
     method: Method, stages: int, microbatches: int, accumulate: int, lockstep: bool
@@ -199,6 +204,7 @@ def bound_by_costs(
     count = candidate.gradient_accumulation
     flushes = candidate.method_row.flushes
     work: FloatArray = np.add(costs.forward, costs.backward)
+    # a single replica reduces nothing
     reduce = costs.reduce or (Transfer(),) * len(work)
     back = () if local else costs.back
     flows = [(count, transfer) for transfer in (*costs.onward, *back)] + [
@@ -216,6 +222,7 @@ def bound_by_costs(
         one.seconds + one.latency + other.seconds + other.latency
         for one, other in zip(costs.onward, costs.back)
     ]
+    # (P,): from each stage to the last one and back
     round_trip = np.cumsum((work + np.array([*crossing, 0.0]))[::-1])[::-1]
     bounds.append(count * float((round_trip / in_flight).max()))
     # previous stages compute before a stage begins and after it ends

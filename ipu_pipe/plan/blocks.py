@@ -68,7 +68,9 @@ def count_blocks(
             _refuse_skip_connections(units, whole, count_samples(x))
             output = whole.output if take is None else take(whole.output)
             for value in whole.ends:
+                # a user's function may make it with values
                 whole.heads.append(make(value, output).to("meta"))
+            # a new input: the model may have written to the first one
             shapes = make_shapes(x)
             observed = observe_costs(whole, shapes, lambda: call_model(whole, shapes))
     except BadInput:

@@ -51,6 +51,7 @@ INTERLEAVED = (2, 3, 4)
 MOST_STAGES = 32
 
 
+# a candidate has no row of its own, and asks for it many times
 @lru_cache(maxsize=None)
 def get_method(name: str, stages_per_device: int, schedule: Timeline | None = None) -> Method:
     """Return a method's row with `stages_per_device`; `schedule`: instead of the method's own."""
@@ -141,6 +142,7 @@ def list_candidates(
         width = devices // depth
         for size in list_powers_of_two(greatest_batch // width):
             for method in methods if depth > 1 else methods[:1]:
+                # a single stage has no order to choose
                 schedules = list_schedules(METHODS[method]) if depth > 1 else (None,)
                 for v in _list_stages_per_device(METHODS[method], depth, units):
                     for accumulate in _list_accumulations(
@@ -175,11 +177,13 @@ def _list_accumulations(row: Method, depth: int, most: int) -> list[int]:
         if most < 2 * depth:
             return []
         return [
+            # interleaved stages run whole rounds of devices
             most - most % depth
             if most > depth and not row.order.is_v and not row.order.fixed
             else most
         ]
     if row.pipeline is Timeline.FILL_DRAIN:
+        # its halves: with fewer microbatches fewer activations are kept
         return [most >> k for k in range(most.bit_length())]
     return [most]
 
@@ -213,6 +217,7 @@ def choose_methods(
             f"--methods: {name}: devices in lock-step, such as IPUs, cannot run it: must be of "
             f"{', '.join(IN_LOCKSTEP)}"
             for name in asked
+            # PopTorch's pipelines have no generated orders
             if lockstep and name in planned and METHODS[name].order is not None
         ]
         raise_faults(faults)
@@ -286,6 +291,7 @@ def make_boundary_transfer(
     """Return the transfer of one byte from `stage` to the next, or `back`, while every replica
     sends one: the slowest of them.
     """
+    # a link may have another speed in each direction
     ends = (stage + 1, stage) if back else (stage, stage + 1)
     flows = [
         (layout.get_device(r, ends[0]), layout.get_device(r, ends[1])) for r in range(layout.width)

@@ -113,6 +113,7 @@ def choose_stages(
     stages_per_device = 1 if method.order is None else method.order.stages_per_device
     count = None if processes is None else processes * stages_per_device
     if config.stages != "auto":
+        # what the config says goes before the number of processes
         count = config.stages["count"]
     if count is not None and count % stages_per_device:
         raise BadInput(
@@ -128,6 +129,7 @@ def choose_stages(
     units = count_units(model, take_samples(x, FEW), (), loss, take_samples(y, FEW)).units
     if count is not None and count <= len(units):
         most = len(group_weights(model, observe_execution(model, take_samples(x, FEW))))
+        # as a cut by a count would refuse it
         raise_faults([explain_too_many(count, most)] if count > most else [])
     blocks = _count_blocks(config, method, model, x, units)
     starts: Sequence[int] | None
@@ -189,8 +191,8 @@ def _cut_by_flops(
 ) -> list[int] | None:
     assert count is not None
     work = [_sum_flops(unit) for unit in units]
-    heads = np.zeros(len(units) + 1)
-    spared = np.zeros(len(units) + 1)
+    heads = np.zeros(len(units) + 1)  # (n + 1,)
+    spared = np.zeros(len(units) + 1)  # (n + 1,)
     if blocks is not None:
         # by the unit before which the block ends; nothing ends at 0, and the last block has no head
         heads[1:-1] = [_sum_flops(head) for head in blocks.heads]
@@ -203,8 +205,10 @@ def _cut_by_flops(
 
     def price(first: IntArray, end: IntArray) -> StagePrices:
         flops = sums[end] - sums[first] + heads[end] - spared[first]
+        # the same wherever the stage is
         return lambda k: flops
 
+    # what a unit adds to a stage at the least
     return find_best_cut((np.array(work) - spared[:-1]).tolist(), count, price)
 
 
@@ -234,6 +238,7 @@ def _cut_by_times(
     if count is not None and count <= len(units):
         shortage = _explain_shortage(config, hardware, count, stages_per_device)
         raise_faults([shortage] if shortage is not None else [])
+    # the method may refuse some of these, as 2BW refuses more stages than microbatches
     depths: Sequence[int] = range(
         1, min(hardware.devices // width, len(units) // stages_per_device) + 1
     )
@@ -243,6 +248,7 @@ def _cut_by_times(
         if count is None and _can_run(config, method, depth * stages_per_device)
     ]
     if count is not None:
+        # one number is not tried: if it cannot run, the build says why
         depths = runnable = [count // stages_per_device]
     candidates = [make_candidate(config, depth) for depth in runnable]
     if not candidates and depths:
@@ -313,6 +319,7 @@ def _explain_unpredicted(job: Job) -> str | None:
             "modules"
         )
     ipu = job.config.backend.ipu
+    # the IPUs of a config may hold several stages each
     devices = set(job.placement) if ipu is None or ipu.ipus is None else set(ipu.ipus)
     if len(devices) < len(job.partition) // _count_stages_per_device(job.method):
         return "stages: neighbours share a device: the planner predicts a device for each"

@@ -320,6 +320,7 @@ def search(problem: Problem, candidates: Sequence[Candidate], count: int) -> Sea
             # a later bound is mostly tighter, not always
             bound = max(bound, seconds / candidate.global_batch_size)
             heapq.heappush(waiting, (bound, order, layout_order, steps, prediction))
+    # less the listed ones themselves, one of each shape
     alike = sum(candidate.shape in listed_shapes for candidate in candidates) - len(best)
     without_room = sum(candidate.shape not in listed_shapes for candidate in no_room)
     refused = {
@@ -337,6 +338,7 @@ def _bound(candidate: Candidate, layout: ReplicaLayout, costings: _Costings) -> 
     costing = costings.make(candidate, layout)
     work = costings.get_unit_seconds(candidate)
     slowest = bound_slowest(work, candidate.stages)
+    # fewer units than stages
     if slowest == math.inf:
         return
     # the stages of a device need not be consecutive
@@ -362,6 +364,7 @@ def find_least_memory(
     best: tuple[float, Candidate] | None = None
     for candidate in candidates:
         layout = list_layouts(candidate.depth, candidate.width, candidate.placement)[0]
+        # every layout takes the same memory
         needed = costings.make(candidate, layout).find_least_memory()
         if needed is not None and (best is None or needed < best[0]):
             best = needed, candidate
@@ -455,6 +458,7 @@ def _find_smallest_change(
             problem, list_candidates(methods, number, len(problem.units), greatest_batch, (True,))
         )
         if needed is not None and needed[0] <= problem.memory_bytes:
+            # the smaller factor is the smaller change
             if number / devices < size / problem.memory_bytes:
                 return f"{number} devices instead of {devices} ({_describe(needed[1])})"
             return f"{memory}, or {number} devices"

@@ -110,6 +110,7 @@ class UnitSums:
         self.activations = _accumulate([unit.activation_bytes for unit in units])
         self.also_kept = _sum_also_kept(units)
         self.number_bytes = units[0].number_bytes
+        # counted beside numbers of `number_bytes`; in this precision one takes `scale` bytes
         crossing = [unit.output_bytes * scale / unit.number_bytes for unit in units]
         # nothing leaves the last unit
         self.entering = samples * np.array([problem.input_bytes, *crossing[:-1], 0.0])
@@ -143,7 +144,7 @@ class _BlockCosts:
 
     def __init__(self, problem: Problem, blocks: BlockUnits, samples: int) -> None:
         def pad(values: Sequence[float]) -> FloatArray:
-            return np.array([0.0, *values, 0.0])
+            return np.array([0.0, *values, 0.0])  # (n + 1,)
 
         def time(unit: Unit) -> tuple[float, float]:
             return compute_pass_seconds(unit, problem.hardware, problem.precision, samples)
@@ -176,6 +177,7 @@ def _sum_also_kept(units: tuple[Unit, ...]) -> FloatArray | None:
     return sums if sums.any() else None
 
 
+# most candidates differ in nothing that it reads
 _count_kept = lru_cache(maxsize=None)(count_kept)
 
 
@@ -216,11 +218,12 @@ class Costing:
         self.kept = _count_kept_by(problem, candidate)
         self.onward, self.back = transfers or make_transfers(problem.hardware, layout)
         self.local = candidate.method_row.structure is not None
-        self.work = np.diff(sums.forward) * (2 if candidate.recompute else 1) + np.diff(
+        self.work = np.diff(sums.forward) * (2 if candidate.recompute else 1) + np.diff(  # (n,)
             sums.backward
         )
         if self.local:
             assert sums.blocks is not None, "blocks are planned with the figures of their heads"
+            # as if each unit began a block: a lower bound for every cut
             self.work = self.work - sums.blocks.spared[:-1]
 
     # ---- cuts
@@ -249,6 +252,7 @@ class Costing:
         that one of them does.
         """
         least = (self.kept.copies.min(), 0, self.kept.activations.min())
+        # one entry, which is selected as that of stage 0
         fewest_kept = KeptCounts(*(np.array([count]) for count in least))
         first = np.array(0)
         end = np.array(len(self.work))
@@ -300,6 +304,7 @@ class Costing:
 
         def price(k: IntArray) -> FloatArray:
             s = self.candidate.stages - k
+            # what enters the unit after a stage is what leaves the stage
             transfer_seconds = self.sums.entering[end] * per_byte[s]
             # in lock-step devices compute, then exchange; elsewhere messages travel during the next
             # passes
@@ -384,6 +389,7 @@ class Costing:
             )
         enter = 0.0
         if self.problem.lockstep:
+            # all replicas take samples from their hosts at once
             enter = compute_host_seconds(
                 hardware, self.layout.list_replicas(0), float(sums.entering[0])
             )
@@ -477,6 +483,7 @@ def predict_fastest(problem: Problem, candidate: Candidate, starts: Sequence[int
     predictions = [
         predict_cut(Costing(problem, candidate, layout, sums), starts) for layout in layouts
     ]
+    # of equal ones the first: stages together
     return max(predictions, key=lambda prediction: prediction.samples_per_second)
 
 

@@ -88,6 +88,7 @@ def _predict(
     memory = compute_stage_memory(
         part,
         float(sums.entering[:end].sum()),
+        # one version of the weights and one microbatch, since there is no pipeline
         KeptCounts(1, 1, 1),
         precision=problem.precision,
         samples=samples,
@@ -104,6 +105,7 @@ def _predict(
     communicate = sum(
         passes * ALL_REDUCES * _compute_reduce_seconds(problem, ways, size)
         for size in messages
+        # a unit without weights is not divided, and reduces nothing
         if size
     )
     # 2: a recomputation is another forward
@@ -122,6 +124,7 @@ def _compute_reduce_seconds(problem: Problem, ways: int, size: float) -> float:
     links no other group uses.
     """
     level = find_level(problem.hardware, range(ways))
+    # one device reduces nothing
     return 0.0 if level is None else compute_all_reduce_seconds(level, size, ways)
 
 

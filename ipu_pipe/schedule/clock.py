@@ -185,6 +185,7 @@ def time_first_updates(schedule: Schedule, costs: Costs, updates: int) -> FloatA
     """
     player = _EagerPlayer(schedule, costs, schedule.microbatches, schedule.device_of_stage)
     player.play(updates)
+    # (P, updates, start and end)
     return np.array(player.updates, np.float64)[:, :updates, 1]
 
 
@@ -251,6 +252,7 @@ def compute_bubbles(
     """
     devices = schedule.device_of_stage
     work = work or [1 / devices.count(device) for device in devices]
+    # on the mean device the shares add up to 1
     shares = [part * len(set(devices)) / sum(work) for part in work]
     F, I, W = durations  # noqa: E741
     costs = Costs(
@@ -261,8 +263,8 @@ def compute_bubbles(
         weight_gradient=[W * share for share in shares],
     )
     times = clock(schedule, costs)
-    begin = times.start[Kind.FORWARD].min(axis=1)
-    end = np.max([times.end[kind].max(axis=1) for kind in schedule.passes], axis=0)
+    begin = times.start[Kind.FORWARD].min(axis=1)  # (P,)
+    end = np.max([times.end[kind].max(axis=1) for kind in schedule.passes], axis=0)  # (P,)
     stages_by_device = [list_stages(devices, device) for device in set(devices)]
     makespan = float(end.max() - begin.min())
     span = max(float(end[stages].max() - begin[stages].min()) for stages in stages_by_device)
@@ -307,6 +309,7 @@ class _Player:
         self.duration = [seconds for kind in self.kinds for seconds in durations[kind]]
         self.device_of_pass = [*placement] * len(self.kinds)
         self.passes = _list_passes(schedule, count)
+        # later ones than `count` run beside the last of them
         microbatches = 1 + max(m for _, _, m in self.passes)
         self.start = [[0.0] * microbatches for _ in self.duration]
         self.end = [[0.0] * microbatches for _ in self.duration]
@@ -316,6 +319,7 @@ class _Player:
         self.link_busy: dict[str, float] = {}
         # by stage and update: the last passes that it still waits for
         # with rows from a file the microbatches of a batch may end in any order
+        # one more batch, which an end within it leaves incomplete
         self._missing = [
             [schedule.accumulate] * (1 + microbatches // schedule.accumulate) for _ in range(P)
         ]
@@ -350,6 +354,7 @@ class _Player:
         """Count a completed pass; return the update of its stage that waited only for this pass,
         None if there is none.
         """
+        # a microbatch is complete after the last kind of pass
         stage = number - (len(self.kinds) - 1) * self.schedule.stages
         if stage < 0:
             return None
@@ -372,6 +377,7 @@ class _Player:
                 columns[kind] = np.array(
                     [row[:count] for row in values[code * P : (code + 1) * P]], np.float64
                 )
+        # without an update the array would have no last dimension
         pairs = np.array(self.updates, np.float64).reshape(P, -1, 2)
         times.start[Kind.UPDATE], times.end[Kind.UPDATE] = pairs[:, :, 0], pairs[:, :, 1]
         return times
@@ -426,6 +432,7 @@ class _EagerPlayer(_Player):
         duration = self.duration
         first_last_pass = (len(self.kinds) - 1) * P
         begun = 0
+        # -1 never reaches 0: all are played
         updates_left = P * updates if updates is not None else -1
 
         may_continue: Sequence[int] = range(len(queues))
@@ -441,6 +448,7 @@ class _EagerPlayer(_Player):
                 input_arrivals = arrivals[number]
                 if input_arrivals is not None and input_arrivals[m] > start:
                     start = input_arrivals[m]
+                    # not sent yet: whoever sends it lets this device continue
                     if start == math.inf:
                         continue
                 end = start + (
@@ -450,6 +458,7 @@ class _EagerPlayer(_Player):
                 ends[number][m] = free[device] = end
                 next_passes[device], is_busy[device] = next(remaining[device], None), True
                 begun += 1
+                # of passes that end together the one that began first is completed first
                 heapq.heappush(running, (end, begun, number, m))
             if not running:
                 break
@@ -463,12 +472,14 @@ class _EagerPlayer(_Player):
                     start = _send(costs.reduce[stage], end, link_free) if costs.reduce else end
                     free[device] = start + costs.update[stage]
                     self.note_update(stage, k, start, free[device])
+                    # a stage may be updates ahead of another that still has some to make
                     updates_left -= updates is not None and k < updates
             is_busy[device], may_continue = False, (device,)
             result = sends[number]
             if result is not None:
                 receiver, target_arrivals, transfer = result
                 target_arrivals[m] = _send(transfer, end, link_free)
+                # a busy device looks for its next input itself, at the end of its pass
                 if receiver != device and not is_busy[receiver]:
                     may_continue = (receiver, device)
 
@@ -501,6 +512,7 @@ class _EagerPlayer(_Player):
         counts = Counter(number for _, number, _ in self.passes)
         flows = [(counts[source], transfer) for source, _, transfer in self.transfers]
         flows += [
+            # an incomplete batch has no update, and no average before it
             (missing.count(0), transfer)
             for missing, transfer in zip(self._missing, self.costs.reduce)
         ]
@@ -543,6 +555,7 @@ class _LockstepPlayer(_Player):
                 if k is not None and self.schedule.get_drain_interval(k)[1] == k + 1:
                     waiting.setdefault(k, []).append(stage)
                 elif k is not None:
+                    # its seconds and its latency
                     start = free[device] + (sum(costs.reduce[stage][:2]) if costs.reduce else 0.0)
                     free[device] = start + costs.update[stage]
                     self.note_update(stage, k, start, free[device])
@@ -551,6 +564,7 @@ class _LockstepPlayer(_Player):
                 now += self._exchange(costs.reduce)
                 for stage in waiting.pop(k):
                     self.note_update(stage, k, now, now + costs.update[stage])
+                # the next slot begins when the slowest stage has updated
                 now += max(costs.update)
 
     def _exchange(self, transfers: Iterable[Transfer]) -> float:
@@ -561,6 +575,7 @@ class _LockstepPlayer(_Player):
         for transfer in transfers:
             latency = max(latency, transfer.latency)
             longest = max(longest, transfer.seconds)
+            # messages on one link follow one another, those on different links do not wait
             for link in transfer.links:
                 busy[link] = busy.get(link, 0.0) + transfer.seconds
         for link, seconds in busy.items():
@@ -577,6 +592,7 @@ def _list_passes(schedule: Schedule, count: int) -> list[tuple[int, int, int]]:
     columns = []
     for code, kind in enumerate(passes):
         is_in_order = schedule.keeps_order(kind)
+        # in another order than the microbatches' any of them may come before `end`
         reach = (
             int(schedule.count_before(kind, np.array([end])).max())
             if is_in_order
@@ -588,5 +604,6 @@ def _list_passes(schedule: Schedule, count: int) -> list[tuple[int, int, int]]:
             np.stack([slots[stage, microbatch], code * schedule.stages + stage, microbatch])
         )
     slot, number, microbatch = np.concatenate(columns, axis=1)
+    # in a slot forwards come first: their kind has the number 0
     by_slot = np.lexsort((microbatch, number, slot))
     return list(zip(slot[by_slot].tolist(), number[by_slot].tolist(), microbatch[by_slot].tolist()))

@@ -88,10 +88,12 @@ class DelaySampler:
     microbatches share a generator.
     """
 
+    # a generator takes far longer to seed than to draw from
     BLOCK = 256
 
     def __init__(self, delay: Delay, means: NDArray[np.float64], seed: int) -> None:
         self._seed = seed
+        # (P, D + 1), ascending to 1
         self._thresholds = np.stack(
             [np.cumsum(_compute_probabilities(mean, delay.greatest)) for mean in means]
         )
@@ -108,17 +110,19 @@ class DelaySampler:
 
     def _draw_block(self, block: int) -> IntArray:
         if block not in self._blocks:
+            # a long run must not keep all blocks: one that is asked for again is drawn again
             if len(self._blocks) > 64:
                 self._blocks.clear()
             uniform = (
                 np.random.default_rng((self._seed, block))
                 .random((self.BLOCK, len(self._thresholds)))
-                .T
+                .T  # (P, BLOCK)
             )
             delays = [
                 np.searchsorted(row, values, side="right")
                 for row, values in zip(self._thresholds, uniform)
             ]
+            # by rounding the last threshold may be below 1
             self._blocks[block] = np.minimum(np.stack(delays), self._thresholds.shape[1] - 1)
         return self._blocks[block]
 
@@ -130,10 +134,12 @@ def _compute_probabilities(mean: float, greatest: int) -> NDArray[np.float64]:
     values = np.arange(greatest + 1)
     low = 0.0
     high = 1.0
+    # more halvings than a float64 has digits, also of a q near 0
     for _ in range(200):
         q = (low + high) / 2
         weights = q**values
         low, high = (q, high) if (weights * values).sum() / weights.sum() < mean else (low, q)
+    # `high` stays exactly 1, the uniform distribution, if the mean is D/2
     weights = high**values
     return np.asarray(weights / weights.sum())
 

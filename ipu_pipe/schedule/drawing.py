@@ -87,6 +87,7 @@ def draw_html(schedule: Drawable, read_versions: ReadVersions | None = None) -> 
         for device in devices[:MOST_ROWS]
     }
     # slots are equally wide, as they take equally long
+    # in letters, as they are read: without tags, and &middot; as one
     width = max(
         (len(unescape(_TAG.sub("", cell))) for row in rows.values() for cell in row), default=1
     )
@@ -110,7 +111,7 @@ def draw_html(schedule: Drawable, read_versions: ReadVersions | None = None) -> 
 def _fill_cells(schedule: Drawable, end: int, read_versions: ReadVersions | None) -> Cells:
     """Return the passes and updates of the slots before `end`, forwards first and updates last."""
     grids = schedule.spell_out(0, end)
-    count = 1 + max(int(grid.max(initial=-1)) for grid in grids.values())
+    count = 1 + max(int(grid.max(initial=-1)) for grid in grids.values())  # -1 is an idle slot
     is_whole = schedule.find_whole(np.arange(count))
     versions: dict[Kind, IntArray] = {}
     if read_versions is not None:

@@ -90,6 +90,7 @@ def count_history_delays(table: VersionTable, first: int, last: int) -> HistoryP
     version = table.forward(first, last)
     low = int(version.min())
     high = min(int(version.max()) + 1, schedule.update_count)
+    # no version that is read here is ever replaced
     if high <= low:
         return HistoryPositions(*_count_entries_before(table, backward, forward))
     # update v is the entry that replaces version v
@@ -111,6 +112,7 @@ def _count_entries_before(table: VersionTable, *slots: IntArray) -> tuple[IntArr
     stop = max(int(s.max()) for s in slots) + 1
     updates = schedule.update_grid(start, stop) >= 0  # (P, slots)
     before = np.cumsum(updates, axis=0, dtype=np.int64)
+    # a copy, since `before` is changed in place below
     slot_totals = before[-1].copy()
     # entries of lower stages in the slot
     before -= updates

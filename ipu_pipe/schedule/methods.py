@@ -519,8 +519,10 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
         for key in (*AXIS_KEYS, *METHOD_OF_KEY, *ORDER_KEYS)
         if args.get(key) is not None
     }
+    # before anything is set, so that one attempt tells all faults
     raise_faults(_find_misfits(method, settings))
     method = _resolve_settings(method, settings)
+    # where all stages read one version they share weights anyway
     if args.get("tied") is None or method.one_version:
         return method
     if not method.can_share_weights:
@@ -548,6 +550,7 @@ def _resolve_settings(method: Method, settings: dict[str, Any]) -> Method:
         )
         return replace(method, history=history)
     if method.rounds is not None:
+        # `Outer` is its only kind, so that its name says nothing more
         outer = {key: value for key, value in settings.get("outer", {}).items() if key != "name"}
         steps = settings.get("local_steps", Rounds.steps)
         return replace(
@@ -618,6 +621,7 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
             method, backward_reads=Reads.STASHED if settings["stash"] else Reads.NEWEST
         )
     if "recompute" in settings:
+        # null is 0: the square root of P
         method = replace(method, segments=settings["recompute"].get("segments") or 0)
         if method.backward_reads is not Reads.NEWEST or method.pipeline is not Timeline.DATAFLOW:
             raise BadInput(
@@ -631,6 +635,7 @@ def _change_axes(method: Method, settings: Mapping[str, Any]) -> Method:
 
 def _format_key(key: str) -> str:
     """Return the place of a method's setting in a refusal."""
+    # it stands beside method_args in a config, the others in it
     return key if key == "stages_per_device" else name_key(f"method_args.{key}")
 
 
@@ -663,8 +668,10 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
         )
     fixed = _explain_fixed_axes(method)
     for key in (key for key in settings if key in AXIS_KEYS):
+        # a prediction follows whatever schedule there is
         if fixed is not None and not (method.predicts and key in ("schedule", "turn")):
             reasons[key] = fixed
+    # the first of both: the other one is refused beside it
     delay_key = (
         "hogwild"
         if "hogwild" in settings
@@ -673,6 +680,7 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
         else None
     )
     pipeline = Timeline(settings.get("schedule", method.pipeline))
+    # combinations are judged only of arguments that fit by themselves
     if not reasons:
         if "turn" in settings and pipeline is not Timeline.DATAFLOW:
             reasons["turn"] = (
@@ -733,6 +741,7 @@ def require_sizes(method: Method, stages: int, microbatches: int, accumulate: in
             ("microbatches", microbatches),
             ("accumulate", accumulate),
         )
+        # True is an int, too
         if type(value) is not int or value < 1
     ]
     if not faults and method.forward_reads is Reads.DOUBLE_BUFFERED and accumulate < stages:

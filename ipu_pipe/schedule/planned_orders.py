@@ -64,6 +64,7 @@ class Plan:
         self.free_at = [0.0] * P
         self.activations = [0.0] * P
         self.waited = [0.0] * P
+        # the first plan has none before it
         self._spare = [max(earlier_waits, default=0.0) - wait for wait in earlier_waits] or [
             0.0
         ] * P
@@ -196,6 +197,7 @@ def plan_v(order: Order, P: int, M: int) -> list[list[Pass]]:
             there = [d for d in range(P) if next_stage[d] < P]
             back = [d for d in range(P) if next_stage[d] >= P]
             for d in (*reversed(there), *back):
+                # of the last microbatches there may be none left
                 if plan.count(I, next_stage[d]) < M:
                     plan.add_with_fillers(
                         I,

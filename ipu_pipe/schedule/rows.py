@@ -142,6 +142,7 @@ def lay_out(device_rows: DeviceRows, both: bool = False) -> Stretch:
         # whole backwards among split ones become both halves, which the slots need to be counted
         # alike
         rows = [[half for action in row for half in _halve(action)] for row in rows]
+    # the names of file and cells stay, for the faults
     slots = _find_earliest_slots(device_rows._replace(rows=rows), both, whole)
     slots_by_kind = {
         kind: np.array(
@@ -237,6 +238,7 @@ def read_csv(name: str) -> DeviceRows:
         raise BadInput(faults or f"{name}: has no rows")
     if communication:
         _warn_of_communication(name, communication)
+    # after the last cell, since the other half of a backward may come late
     rows = [[_read_older(action, cell_of) for action in row] for row in rows]
     return DeviceRows(rows, tuple(device_of[stage] for stage in range(stages)), name, cell_of)
 
@@ -284,6 +286,7 @@ def _read_lines(name: str) -> list[list[str]]:
     try:
         text = read_file(Path(name), MOST_CSV_BYTES).decode("utf-8")
         lines = list(csv.reader(text.splitlines()))
+    # csv.Error: such as a cell of more letters than the module allows
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadInput(f"{name}: {getattr(error, 'strerror', None) or error}") from None
     # Windows begins files with a byte order mark, and Python ends lines twice there; an empty line
@@ -344,6 +347,7 @@ def _parse_row(device: int, row: Row, placement: Sequence[int]) -> list[Action]:
     for action in actions:
         if action.kind is Kind.UPDATE:
             raise BadInput(f"{label}: {action}: updates follow from accumulate and are not written")
+        # a recomputation or an average is planned by no row
         if action.kind not in {*PASSES, *SPLIT_PASSES}:
             raise BadInput(f"{label}: {action}: must be a forward or a backward")
         if action.stage not in stages:
@@ -403,6 +407,7 @@ def _find_earliest_slots(
 
     def choose(device: int) -> Sequence[Action]:
         begin = next_index[device]
+        # a row may end within the pair
         first, second = (*rows[device][begin : begin + 2], None, None)[:2]
         if first is None or not is_ready(first):
             return ()
@@ -414,6 +419,7 @@ def _find_earliest_slots(
         )
         return (
             (first, second)
+            # the second pass may need the forward in its own slot
             if pair and second is not None and is_ready(second, beside=first)
             else (first,)
         )
@@ -452,7 +458,9 @@ def _find_cycle(
     while action not in chain:
         chain.append(action)
         earlier = get_next(action)
+        # without `whole`: a second half follows its first at once, and never blocks
         needs = list_needs(action, len(placement))
+        # the next action of a row waits for a need, any other for its row
         action = earlier if earlier != action else next(need for need in needs if need not in done)
     return [
         (waiting, waiting != get_next(waiting))
@@ -546,6 +554,7 @@ def _find_second_slots(
     if Kind.WEIGHT_GRADIENT not in schedule.passes:
         return np.zeros(end - first_slot, np.bool_)
     grid = schedule.spell_out(first_slot, end, slice(stage, stage + 1))[Kind.WEIGHT_GRADIENT][0]
+    # an idle slot's -1 reads the last microbatch, which the first condition leaves out
     return np.asarray((grid >= 0) & schedule.is_whole[stage][grid])
 
 
@@ -576,5 +585,6 @@ def _write_rows(schedule: Schedule) -> Iterator[str]:
             [f"{stage}{cell}" if cell else "" for cell in schedule.cells(stage)] for stage in stages
         )
         text = io.StringIO()
+        # stages of a device never run in one slot, so that at most one cell is not empty
         csv.writer(text, lineterminator="\n").writerow("".join(cells) for cells in zip(*of_stages))
         yield text.getvalue()

@@ -150,6 +150,7 @@ class Stretch:
         repeat, inside = np.divmod(inside, self.slots)
         inside = np.broadcast_to(inside, (len(stages), inside.shape[-1]))
         if kind not in self.ordered:
+            # only rows of a file are out of order, and their tables have no repeated middle
             assert isinstance(self.find, LaidOut)
             rows = np.sort(self.find.tables[kind][stages[:, 0]], axis=1)
             done = np.stack([np.searchsorted(row, slots) for row, slots in zip(rows, inside)])
@@ -170,8 +171,10 @@ class Stretch:
 def join(stretches: Sequence[Stretch], kind: Kind, index: IntArray, stages: IntArray) -> IntArray:
     """Return the slots (P, n) of the microbatches `index`, (n,) ascending, over all stretches."""
     stops = np.searchsorted(index, [stretch.end_microbatch for stretch in stretches])
+    # ascending: each stretch has a run of them
     parts = np.split(index, stops[:-1])
     slots = [s.find_slots(kind, part, stages) for s, part in zip(stretches, parts) if len(part)]
+    # a window may have no microbatches
     return np.concatenate([np.zeros((len(stages), 0), np.int64), *slots], axis=1)
 
 

@@ -101,6 +101,7 @@ class Schedule:
             microbatch = stretch.end_microbatch
             # the tests prove the formulas, unless a caller places them on fewer devices
             if isinstance(stretch.find, LaidOut) or self.placement:
+                # repetitions share one table, which is proved once
                 distinct[id(stretch.find)] = stretch
         assert microbatch == self.microbatches, "stretches hold all microbatches"
         assert len({stretch.passes for stretch in self.stretches}) == 1, (
@@ -108,12 +109,14 @@ class Schedule:
         )
         both = self.slot_holds is SlotHolds.BOTH
         for stretch in distinct.values():
+            # in this order: each proof needs that the one before has found no fault
             fault = _find_missing(stretch, self.stages)
             tables = {} if fault else stretch.spell_out(self.stages)
             fault = fault or _find_disorder(stretch, tables, both, self.local)
             fault = fault or _find_collision(stretch, tables, both, self.device_of_stage)
             if fault:
                 raise BadInput(f"schedule: {fault}")
+        # in the order of microbatches no batch can end before an earlier one
         if not self.in_order:
             self._require_updates_in_time()
 
@@ -198,7 +201,7 @@ class Schedule:
         return all(kind in stretch.ordered for stretch in self.stretches)
 
     def _index(self, stages: slice) -> IntArray:
-        return np.arange(self.stages)[stages, None]
+        return np.arange(self.stages)[stages, None]  # (P, 1)
 
     def get_drain_interval(self, k: int) -> tuple[int, int]:
         """Return the range [first, end) of updates between the drains before and after update k.
@@ -236,6 +239,7 @@ class Schedule:
         if kind is not Kind.UPDATE:
             return self._find_slots(kind, np.arange(first, last), stages)
         if self.in_order:
+            # an update follows the last microbatch of its batch
             return self._find_slots(
                 self.passes[-1], np.arange(first + 1, last + 1) * self.accumulate - 1, stages
             )
@@ -256,6 +260,7 @@ class Schedule:
         """
         if kind is not Kind.UPDATE:
             return count_before(self.stretches, kind, slot, self._index(stages))
+        # out of order this is only a bound: passes of several batches may be done in part
         ended = self.count_before(self.passes[-1], slot, stages) // self.accumulate
         if self.in_order or not ended.size or not self.update_count:
             return ended
@@ -281,9 +286,11 @@ class Schedule:
         grids = {}
         for kind in self.passes:
             count = self.count_before(kind, ends, stages)
+            # from the stage that is furthest behind to the one furthest ahead
             first = int(count[:, 0].min())
             last = int(count[:, 1].max())
             if not self.keeps_order(kind):
+                # counts do not tell which microbatches have run
                 first, last = self._find_window(ends)
             grids[kind] = self._scatter(
                 self.slots(kind, first, last, stages), first, first_slot, last_slot
@@ -298,6 +305,7 @@ class Schedule:
     def _scatter(self, slots: IntArray, first: int, first_slot: int, last_slot: int) -> GridArray:
         """Return the numbers from `first` on at their slots, (P, last_slot - first_slot)."""
         grid = np.full((len(slots), last_slot - first_slot), -1, np.int32)
+        # rows may reach beyond the window, since stages do a microbatch at different times
         row, column = np.nonzero((slots >= first_slot) & (slots < last_slot))
         grid[row, slots[row, column] - first_slot] = first + column
         return grid
@@ -401,6 +409,7 @@ class Schedule:
                 load = np.cumsum(change[order])
                 peak = int(load.argmax())
                 if load[peak] > peaks[device]:
+                    # the passes up to the peak, each as kind * stages + row of its stage
                     peaks[device], before = float(load[peak]), order[: peak + 1] // (last - first)
                     for row, stage in enumerate(stages):
                         done = np.bincount(
@@ -455,10 +464,12 @@ def _find_disorder(
     """Return a fault unless every pass comes after its needs."""
     for kind, table in tables.items():
         for need, offset in get_pass_needs(kind, local):
+            # only stages that have the neighbour which they need
             low = max(0, -offset)
             high = len(table) - max(0, offset)
             slot = table[low:high]
             needed = tables[need][low + offset : high + offset]
+            # the two passes of a slot run one after the other
             wrong = slot < needed if both and offset == 0 else slot <= needed
             if wrong.any():
                 row, m = _locate_first(wrong)
@@ -485,7 +496,7 @@ def _find_collision(
             slots = np.sort(
                 np.concatenate([t[list_stages(placement, device)].ravel() for t in group])
             )
-            twice = slots[1:][slots[1:] == slots[:-1]]
+            twice = slots[1:][slots[1:] == slots[:-1]]  # sorted: equal ones are neighbours
             if len(twice):
                 who = "stage" if len(set(placement)) == len(placement) else "device"
                 return (

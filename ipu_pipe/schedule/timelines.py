@@ -74,12 +74,14 @@ def make_schedule(
             interval = method.rounds.interval(stages)
             sizes = _split_into_rounds(drains, count, accumulate, interval * accumulate)
         elif definition.longest is None:
+            # from the end of the warm-up, which drains after each batch
             later = [drain - warm for drain in drains if drain >= warm]
             sizes = _split_at_drains(later, count, accumulate)
         else:
             longest = definition.longest(accumulate)
             sizes = [(longest, count // longest), (count % longest, 1)]
         for size, repeats in sizes:
+            # a run without warm-up, or of whole batches alone, leaves empty ones
             if size and repeats:
                 third = accumulate if definition.by_accumulate else turn
                 slots, find = definition.stretch(stages, size, third)

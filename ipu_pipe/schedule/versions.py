@@ -87,6 +87,7 @@ def recompute_slots(
     s = np.arange(schedule.stages)[stages]
     ends = find_segment_ends(schedule.stages, method.segments)[stages]
     turn = method.turn if schedule.stages > 1 else 0
+    # the slots of whole segments, of which each stage takes the row of its last one
     backward = schedule.slots(Kind.BACKWARD, first, last, slice(int(ends[0]), int(ends[-1]) + 1))
     return np.asarray(backward[ends - ends[0]] - turn - (ends - s)[:, None])
 
@@ -390,17 +391,20 @@ def _count_alive(table: VersionTable, first: int, last: int, stages: slice) -> I
     newest = last // N
     rows = np.arange(forward.shape[0])[:, None]
     update_moment = 3 * table.schedule.slots(Kind.UPDATE, first // N, newest, stages) + 2
+    # -1: there since before the first slot
     begin = np.full((len(rows), newest - oldest + 1), -1, np.int64)
     # update k makes version k + 1 and supersedes version k
     begin[:, first // N + 1 - oldest :] = update_moment
     end = np.full_like(begin, -1)
     end[:, first // N - oldest : -1] = update_moment
+    # the newest lives to the end of the run
     end[:, -1] = 3 * table.schedule.slot_count
     for moment, version in enumerate((forward, backward)):
         read = 3 * table.schedule.slots(table.schedule.passes[moment], first, last, stages) + moment
         np.maximum.at(end, (rows, version - oldest), read)
     # two ascending halves, which a stable sort merges fast
     events = np.sort(np.concatenate([2 * end, 2 * begin + 1], axis=1), axis=1, kind="stable")
+    # even numbers are ends, which come before a beginning at the same moment
     alive = np.cumsum(np.where(events & 1, 1, -1), axis=1)
     return np.asarray(alive.max(axis=1))
 

@@ -86,6 +86,7 @@ def compute_margins(stages: Sequence[StageDynamics]) -> list[StabilityMargin]:
                 remedies.append(
                     Remedy(name, limit, _compute_margin(limit, stage.rate * rate_factor))
                 )
+        # a gain below 1 % is not worth a change
         better = [remedy for remedy in remedies if remedy.margin > margin * 1.01]
         better.sort(key=lambda remedy: -remedy.margin)
         margins.append(StabilityMargin(stage, largest, margin, tuple(better)))
@@ -130,6 +131,7 @@ def _correct_discrepancy(recurrence: Recurrence) -> tuple[Recurrence, float] | N
     if not rest or forward.horizon or any(read.correction for read in rest):
         return None
     reads = tuple(read._replace(correction=float(forward.delay - read.delay)) for read in rest)
+    # exp(-2): the default of T2's `decay`, PipeMare's 0.135
     decay = compute_discrepancy_decay(math.exp(-2), forward.delay - rest[0].delay)
     return recurrence._replace(reads=(forward, *reads), decay=decay), 1.0
 
@@ -137,6 +139,7 @@ def _correct_discrepancy(recurrence: Recurrence) -> tuple[Recurrence, float] | N
 def _stash_weights(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
     if len(recurrence.reads) < 2:
         return None
+    # both passes read one version: what they count adds up to the curvature
     sensitivity = sum(read.sensitivity for read in recurrence.reads)
     return recurrence._replace(
         reads=(recurrence.reads[0]._replace(sensitivity=sensitivity),), decay=0.0
@@ -144,6 +147,7 @@ def _stash_weights(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
 
 
 def _compensate_spike(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
+    # other coefficients of v and g than those of plain momentum are a rule's already
     if (
         not recurrence.momentum
         or not recurrence.reads[0].delay
@@ -158,6 +162,7 @@ def _predict_weights(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
     forward = recurrence.reads[0]
     if not forward.delay or forward.horizon or any(read.correction for read in recurrence.reads):
         return None
+    # a horizon of the whole delay, the scale 1
     predicted = forward._replace(horizon=1.0 * forward.delay, by_velocity=recurrence.momentum > 0)
     return recurrence._replace(reads=(predicted, *recurrence.reads[1:])), 1.0
 
@@ -171,6 +176,7 @@ def _drop_momentum(recurrence: Recurrence) -> tuple[Recurrence, float] | None:
     """Drop the momentum, at the rate with which a gradient adds up to the same amount in the
     end.
     """
+    # a read by velocity needs the momentum that would be dropped
     if not recurrence.momentum or recurrence.reads[0].by_velocity:
         return None
     rate_factor = recurrence.velocity / (1 - recurrence.momentum) + recurrence.gradient

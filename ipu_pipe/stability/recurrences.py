@@ -155,19 +155,23 @@ def simulate(
 
     def read_weight(stage: int, read: DelayedRead, t: int) -> Floats:
         w = weights[stage]
+        # everything was at rest before the first update
         at = max(t - read.delay, 0)
         if read.horizon and read.by_velocity:
+            # the velocity of the version that is read, not the newest
             return w[at] - step * stages[stage].rate * read.horizon * velocities[stage][at]
         if read.horizon:
             return w[at] + read.horizon * (w[at] - w[max(at - 1, 0)])
         age = read.delay if read.delta_age is None else read.delta_age
         return w[at] - read.correction * deltas[stage][max(t - age, 0)]
 
+    # steps that are not stable overflow, which is their answer
     with np.errstate(over="ignore", invalid="ignore"):
         for t in range(updates):
             gradient = np.zeros(step.shape)
             for s, stage in enumerate(stages):
                 for read in stage.reads:
+                    # one gradient for all stages, from the reads of all
                     gradient = gradient + read.sensitivity * read_weight(s, read, t)
             if noise is not None:
                 gradient = gradient - noise[t]

@@ -98,6 +98,7 @@ class LoopGain:
         """
         poles = Counter(self.poles)
         longest = self.delay
+        # times z^longest, which makes all delays powers of z
         fixed = np.append(np.poly(sorted(poles.elements())), np.zeros(longest))
         per_step = np.zeros_like(fixed)
         for term in self.terms:
@@ -106,6 +107,7 @@ class LoopGain:
                 np.polymul(term.numerator, missing), np.zeros(longest - term.delay)
             )
             per_step[len(per_step) - len(expanded) :] += expanded
+        # roots at 0 are stable for every step
         while fixed[-1] == per_step[-1] == 0:
             fixed = fixed[:-1]
             per_step = per_step[:-1]
@@ -203,8 +205,9 @@ def find_steps_within(loop: LoopGain, radii: Floats) -> list[list[Interval]]:
 
 
 def _make_angles(delay: int) -> Floats:
-    towards_one = np.geomspace(1e-9, 1, 271)
+    towards_one = np.geomspace(1e-9, 1, 271)  # 30 a decade
     return np.unique(
+        # 0 and pi are looked at apart: there a single root crosses
         np.concatenate([towards_one, np.linspace(0, np.pi, 16 * (delay + 4) + 1)[1:-1]])
     )
 
@@ -236,6 +239,7 @@ def _find_crossings(
         low = np.where(is_below, middle, low)
         high = np.where(is_below, high, middle)
     gains = [loop.evaluate(radius, (low + high) / 2).real]
+    # in pairs: with each root its conjugate crosses on the lower half
     changes = [np.where(was_above, -2, 2)]
     every = np.arange(len(radii))
     for angle, leaves in ((0.0, above[:, 0]), (np.pi, ~above[:, -1])):
@@ -247,6 +251,7 @@ def _find_crossings(
     rows = np.concatenate([rows, every, every])
     gain = np.concatenate(gains)
     change = np.concatenate(changes)
+    # a step above 0 needs a negative L
     real = gain < 0
     return rows[real], -1 / gain[real], change[real]
 

@@ -101,6 +101,7 @@ def guard_step(folder: Path, step: int) -> Iterator[None]:
     """Raise `RunFault` if writing a checkpoint fails."""
     try:
         yield
+    # the last three are of JSON, for entries that it cannot hold
     except (OSError, TypeError, ValueError, RecursionError) as error:
         why = f"cannot write the checkpoint: {error}; earlier checkpoints are intact"
         raise RunFault(f"{folder / f'step-{step}'}: {why}") from error
@@ -267,6 +268,7 @@ def read_manifest(path: Path, resumes: bool = True) -> dict[str, Any]:
         written = str(manifest.pop("sha256"))
         if (
             len(written) != len(_NO_HASH)
+            # its own hash was computed with zeros in its place
             or _insert_hash(text.replace(written, _NO_HASH, 1)) != text
         ):
             raise ValueError("its SHA-256 differs from the recorded one")
@@ -468,6 +470,7 @@ def _match_weights(
         for name in present[1:]:
             if not torch.equal(tensors[name], tensors[present[0]]):
                 left_out[name] = f"differs from {present[0]}, which is the same weight of the model"
+        # the model's state has every name, and a file may have only one
         tensors = {**{name: tensors[present[0]] for name in names if present}, **tensors}
     for name in state:
         if name in tensors and state[name].shape != tensors[name].shape:

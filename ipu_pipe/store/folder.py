@@ -183,6 +183,7 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> l
     overwrite is not a run's, or if nothing can be written there.
     """
     with guard_writing(f"--out: {path}", kind=BadInput):
+        # the folder itself may not exist yet: its files will be made in the nearest that does
         above = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not above.is_dir():
             raise BadInput(f"--out: {above}: is a file, must be a folder")
@@ -361,6 +362,7 @@ def _remove(path: Path) -> None:
     """
     if path.is_dir():
         for entry in path.iterdir():
+            # what others have put there stays
             if FOLDERS[path.name].fullmatch(entry.name):
                 shutil.rmtree(
                     entry

@@ -104,12 +104,14 @@ class Saver:
         Without `waits`, return False while it is being written, and always if another process
         writes it. Raise the error that ended the writing.
         """
+        # a thread that has ended has stored its result or its error
         is_writing = self._thread is not None and self._thread.is_alive()
         if not self.is_saving or (is_writing and not waits):
             return False
         self.wait()
         if self._written is None and not waits:
             return False
+        # only when the new one is whole: a disk that fills up must not cost the old ones
         if self._written is not None and self._keep is not None:
             checkpoint.prune(self._folder, self._keep, self._best_steps)
         self.newest = self._written
@@ -119,4 +121,5 @@ class Saver:
 
 
 def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    # copied also where it is on the CPU already
     return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}

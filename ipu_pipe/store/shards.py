@@ -110,6 +110,7 @@ class ShardWriter(dcp.StorageWriter):
         """Write this process's files, and send their hashes and the plain values to rank 0."""
         by_kind: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
         for item in plan.items:
+            # names of weights have dots of their own: only the first one divides
             kind, _, name = item.index.fqn.partition(".")
             by_kind[kind][name] = planner.resolve_data(item)  # type: ignore[assignment]
         hashes: dict[str, str] = {}
@@ -128,6 +129,7 @@ class ShardWriter(dcp.StorageWriter):
         """Write the manifest instead of DCP's metadata, and rename the folder; called on rank 0."""
         files: dict[str, str] = {}
         plain: dict[str, Any] = {}
+        # one for each process
         for (result,) in results:
             files.update(result.storage_data[0])
             plain.update(result.storage_data[1])

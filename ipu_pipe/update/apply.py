@@ -95,10 +95,12 @@ class StageState:
         self, p: torch.nn.Parameter, group: Mapping[str, Any], kind: str
     ) -> torch.Tensor | None:
         entry, compute = DIRECTIONS[kind]
+        # before its first step a parameter has no direction
         return compute(group, self.state[p]) if p in self.state and entry in self.state[p] else None
 
     def scale_by_group(self, tensors: Tensors, factors: Sequence[float]) -> Tensors:
         """Multiply tensors, one for each parameter, by the factor of the parameter's group."""
+        # most runs have one rate for all groups: no product, which would be a copy
         if all(factor == 1 for factor in factors):
             return tensors
         by_parameter = [
@@ -197,6 +199,7 @@ class UpdateRules:
             for stage, rule, setting in self._active
             if rule.state is not None
         ]
+        # None: `compensate` changes the entry, not the step
         self._tracked = [entry for entry in states if any(entry[2].values())]
         # called with each update and its stages at its beginning: after rules' `compensate`, before
         # clipping and their `gradient`
@@ -243,6 +246,7 @@ class UpdateRules:
         """Return for each stage (P,) `code` if a rule corrects the weights that such a pass reads,
         else PLAIN.
         """
+        # any rate but 0 tells whether a rule corrects
         reading = Reading(code == FORWARD, rate=1.0)
         corrects = [
             any(c for _, c in self._read(stage, reading)) for stage in range(self._stage_count)
@@ -264,6 +268,7 @@ class UpdateRules:
         """Return the code of the correction for each forward that reads `versions`, (P,) or (P,
         n).
         """
+        # versions of before the switch were made without rules, and are read as they are
         return np.where(versions >= self.switch, self._broadcast_code(FORWARD, versions), PLAIN)
 
     def encode_backwards(self, versions: IntArray, forward: IntArray) -> IntArray:
@@ -349,6 +354,7 @@ class UpdateRules:
             for stage, rule, setting in active
             if rule.compensate is not None and stage.index in stages
         ]
+        # a backward adds to `grad`, but a rule may change the new part alone
         earlier = _take_gradients([stage for stage, _, _ in acting])
         yield
         self.collect()
@@ -362,6 +368,7 @@ class UpdateRules:
                 for name, follow in follows.items()
             }
             age = compute_age(stage.index)
+            # bfloat16 weights have float32 masters, whose gradients these are
             ages = (
                 None if age is None else [age[i].to(p.dtype) for i, p in zip(indices, parameters)]
             )
@@ -459,6 +466,7 @@ class UpdateRules:
         before = {
             stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in tracking
         }
+        # before the step: the average of a weight that did not move so far is the weight of now
         averages = self._begin_averages(others) if self.decay is not None else {}
         with torch.no_grad():
             # [3] gradients
@@ -475,12 +483,14 @@ class UpdateRules:
             ]
             with _delay_hooks(self.optimizer) if changing else contextlib.nullcontext():
                 self._step_optimizer(others)
+                # the optimizer's own steps, before the additions of rules
                 steps = {s: _compute_step(self.stages[s], old) for s, old in before.items()}
                 for change, setting, groups in changing:
                     for stepped in groups:
                         _change_step(change, setting, stepped, steps.get(stepped.stage.index))
             # [5] the state of rules
             for stage, rule, entries in tracking:
+                # without additions the step is the optimizer's own
                 ignores_changes = rule.follows_optimizer or not changing
                 step = (
                     steps[stage.index]
@@ -535,6 +545,7 @@ class UpdateRules:
                 self._written[id(group)] = settings.changes
             else:
                 group.update(settings)
+            # after the other settings, which have the rate before the rules
             group["lr"] = float(self._stage_rate(stage.index, k, float(settings["lr"]))) * share
 
     # ---- the moving average of the weights, as in torch.optim.swa_utils.AveragedModel
@@ -572,6 +583,7 @@ class UpdateRules:
         """Put the averages of the weights into the model inside the context; without averages leave
         the newest weights.
         """
+        # averages are of the masters, and passes read the weights
         weights: dict[torch.Tensor, torch.Tensor] = {
             master: weight for weight, master in self.weight_master_pairs
         }
@@ -580,6 +592,7 @@ class UpdateRules:
         newest = [weight.data for weight, _ in averages]
         try:
             for weight, average in averages:
+                # the averages of masters are float32
                 weight.data = average.to(weight.dtype)
             yield
         finally:
@@ -595,6 +608,7 @@ def _group_by_stage(optimizer: torch.optim.Optimizer, base: float | None) -> dic
             group["stage"], StageState(group["stage"], [], optimizer.state, [], [])
         )
         stage.groups.append(group)
+        # without `base` each group's settings have a rate of their own
         stage.shares.append(group["lr"] / base if base else 1.0)
         stage.kinds.append(get_kind(optimizer, group))
     return stages
@@ -647,6 +661,7 @@ def _list_stepped_groups(stage: StageState) -> list[_SteppedGroup]:
         gradients = [p.grad for p in parameters]
         if group.get("weight_decay") and parameters:
             values = [p.detach() for p in parameters]
+            # as SGD adds it, before the velocity
             gradients = list(torch._foreach_add(gradients, values, alpha=group["weight_decay"]))
         if parameters:
             stepped.append(_SteppedGroup(stage, group, parameters, gradients))
@@ -668,7 +683,7 @@ def _delay_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             part._optimizer_step_post_hooks = hooks
     for part, hooks in hooks_by_part.items():
         for hook in list(hooks.values()):
-            hook(part, (), {})
+            hook(part, (), {})  # its arguments: optimizer, args, kwargs
 
 
 def _compute_step(stage: StageState, before: Tensors) -> Tensors:
@@ -685,6 +700,7 @@ def _change_step(
     by_id = {id(p): step for p, step in zip(stepped.stage.parameters, steps or ())}
     states = [stepped.stage.state[p] for p in stepped.parameters]
     group_steps = [by_id[id(p)] for p in stepped.parameters if by_id]
+    # in the parameters' own memory: adding to these changes them
     values = [p.detach() for p in stepped.parameters]
     for x, c in change(setting, Move(stepped.group, states, stepped.gradients, group_steps)):
         torch._foreach_add_(values, x, alpha=c)

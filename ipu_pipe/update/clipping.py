@@ -59,6 +59,7 @@ def clip_to_norm(
     """
     if not norms:
         return
+    # the norm of the norms is that of all gradients
     total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
     # a comparison in Python would wait for the GPU, which torch's own clipping avoids, too
     _multiply(parameters, torch.clamp(norm / (total + MARGIN), max=1.0))
@@ -104,6 +105,7 @@ class DelayedGlobalNorm:
     def remember(self, k: int, norms: Sequence[float | None]) -> None:
         """Store the global norm of update k; `norms`: the norms of the stages."""
         self._totals[k] = math.sqrt(sum(n * n for n in norms if n is not None))
+        # no later update asks for one that old
         self._totals.pop(k - 2 * self.lag - 1, None)
 
     def clip(self, k: int, parameters: Sequence[torch.Tensor], norm: float | None) -> None:
@@ -127,6 +129,7 @@ def _find_common_lag(schedule: Schedule) -> int:
     for lag in range(1, count):
         if (latest[:-lag] < earliest[lag:]).all():
             return lag
+    # in a stretch this short no update has another to take a norm from
     return max(count, 1)
 
 
@@ -201,11 +204,13 @@ class GradientClipping:
 
     def discard_rest(self) -> None:
         """Receive the norms that later updates would have needed, after a run that ended early."""
+        # in the order in which the other ranks have sent them
         for k in sorted(self._norms):
             self._others.discard(k)
         self._norms.clear()
 
     def _clip_by_delayed_norm(self, delayed: DelayedGlobalNorm, k: int) -> None:
+        # before they are scaled, since later updates are clipped by these
         norms = {s: compute_norm(ps, self._compute) for s, ps in self._stages.items()}
         source = delayed.get_source(k)
         if source is not None:

@@ -89,6 +89,7 @@ def make_groups(
     for stage in part.stages:
         trained = [name for name in stage.parameters if parameters[name].requires_grad]
         for number in range(len(members)):
+            # weight decay is a setting of groups: parameters without it need their own
             for decays in (True, False):
                 chosen = [
                     n
@@ -128,6 +129,7 @@ def _assign_members(
         for name in matched:
             if ndim is None or parameters[name].dim() == ndim:
                 member_of.setdefault(name, number)
+    # a frozen parameter needs no group
     others = [name for name, p in parameters.items() if p.requires_grad and name not in member_of]
     if others:
         raise BadInput(
@@ -149,6 +151,7 @@ def spread_settings(
     settings: list[dict[str, Any]] = [{} for _ in delays]
     for key, values in by_stage.items():
         if isinstance(values, Mapping):
+            # without any delay all stages have `from`
             over = len(delays) if "over" in values else max(delays)
             values = [
                 _interpolate(values["from"], values["to"], delay / over if over else 0.0)
@@ -365,6 +368,7 @@ def make_factory_by_group(factories: Sequence[OptimizerFactory]) -> OptimizerFac
             for number in range(len(factories))
         ]
         return OptimizersByGroup(
+            # a process may have no parameter of a member
             [call_factory(factory, part) for factory, part in zip(factories, chosen) if part]
         )
 
@@ -435,6 +439,7 @@ class _CallFactory:
         inner = (
             self._function.func if isinstance(self._function, functools.partial) else self._function
         )
+        # without arguments none can be wrong: what it raises is its own
         if not self._args and not inspect.isclass(inner):
             return self._function(groups)  # type: ignore[no-any-return]
         name = getattr(inner, "__name__", type(inner).__name__)
@@ -499,6 +504,7 @@ class _CopyFactory:
         groups: dict[int, dict[str, Any]] = {}
         for p in group["params"]:
             number, settings = self._settings[id(p)]
+            # what the stage's group says goes before, such as no_decay's weight_decay of 0
             groups.setdefault(number, {**settings, **others, "params": []})["params"].append(p)
         return [groups[number] for number in sorted(groups)]
 
@@ -565,6 +571,7 @@ def import_state(
             optimizer.state.pop(parameter, None)
     for name, state in entries.items():
         parameter = by_name[name]
+        # a weight of another process's stages
         if parameter not in parameters:
             continue
         group = group_of.get(id(parameter), {})

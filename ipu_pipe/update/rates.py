@@ -32,6 +32,7 @@ def compute_rate(
     times (k + 1) / w during the first w updates.
     """
     w = settings.warmup_steps
+    # a warm-up may be as long as the run
     done = min(max(k - w, 0) / max(updates - w, 1), 1.0)
     factor = min((k + 1) / w, 1.0) if w else 1.0
     if settings.name == "cosine":
@@ -124,6 +125,7 @@ def make_plateau(
     """
     # torch accepts any value here, and fails or increases the rate at an evaluation hours later
     for key, value in args.items():
+        # torch takes a list of it, one for each group
         numbers = value if key == "min_lr" and isinstance(value, (list, tuple)) else [value]
         if key in PLATEAU_NUMBERS and any(
             type(number) not in (int, float) or number < 0 for number in numbers
@@ -155,6 +157,7 @@ def export_plateau(scheduler: Any) -> dict[str, Any]:
 def import_plateau(scheduler: Any, state: Mapping[str, Any]) -> None:
     """Restore a state that `export_plateau` returned."""
     scheduler.optimizer.param_groups[0]["lr"] = state["rate"]
+    # the infinity of a new scheduler stays
     if state["best"] is not None:
         scheduler.best = state["best"]
     for key in PLATEAU_STATE:
@@ -184,6 +187,7 @@ def simulate_scheduler(
     changes more than the rate.
     """
     dummy = _make_dummy_optimizer(optimizer, base, members)
+    # the list itself, so that another one in its place is noticed
     groups = dummy.param_groups
     rate_keys = ("params", "lr", "initial_lr")
     settings = [
@@ -227,11 +231,13 @@ def simulate_scheduler(
             raise
         # a scheduler may raise anything, for example if it is made for a shorter run
         except Exception as error:
+            # a partial has no name, but what it calls
             factory: Any = getattr(make, "func", make)
             name = getattr(factory, "__name__", type(factory).__name__)
             raise BadInput(
                 f"{KEY}: {name}: at update {len(rates)} of {updates}: {summarize(error)}"
             ) from error
+    # an infinite rate would be found only by the update that it destroys
     if not all(math.isfinite(rate) and rate >= 0 for row in rates for rate in row):
         raise BadInput(
             f"{KEY}: {type(scheduler).__name__}: returned a rate that is negative or not finite"
@@ -259,6 +265,7 @@ def _make_dummy_optimizer(
         settings = {
             key: value for key, value in group.items() if key not in ("params", "stage", "member")
         }
+        # SGD's step reads a momentum, which groups of Adam lack
         dummy.param_groups[number].update({"momentum": 0.0, **settings, "lr": base})
     return dummy
 

@@ -198,11 +198,13 @@ def compensate_delay(
     N = setting.accumulate
     if values["adaptive"]:
         torch._foreach_mul_(entries[MEAN_SQUARE], values["decay"])
+        # the gradients are h = g / N, so that g*g = N^2 h*h
         torch._foreach_addcmul_(
             entries[MEAN_SQUARE], gradients, gradients, value=(1 - values["decay"]) * N**2
         )
     if age is None:
         return
+    # h*h (w_now - w_read)
     terms = torch._foreach_mul(torch._foreach_mul(gradients, gradients), age)
     if values["adaptive"]:
         roots = torch._foreach_sqrt(torch._foreach_add(entries[MEAN_SQUARE], MEAN_SQUARE_EPS))
@@ -308,6 +310,7 @@ def compensate_spike(setting: Setting, move: Move) -> list[tuple[Tensors, float]
     2021, section 3.2).
     """
     a, b = compute_spike_coefficients(setting, move.options["momentum"])
+    # the optimizer has made w - lr v already
     return [
         (move.velocity, move.options["lr"] * (1 - a)),
         (move.gradients, -move.options["lr"] * b),
@@ -328,6 +331,7 @@ def feed_back_error(setting: Setting, move: Move) -> list[tuple[Tensors, float]]
     without a gradient makes no step, so that the next one is added to 0.
     """
     factor = setting.values["scale"] * setting.lag
+    # at first the step itself, so that the difference is 0
     previous_step = [state.get(DELAYED_STEP, step) for state, step in zip(move.states, move.step)]
     return [(move.step, factor), (previous_step, -factor)]
 
@@ -355,6 +359,7 @@ def compute_discrepancy_decay(setting: Setting) -> float:
     With decay `optimal`, gamma = 1 - 2/(D + 1), the optimum on a quadratic.
     """
     decay = setting.values["decay"]
+    # the mean of drawn delays may be below 1
     return recurrences.compute_discrepancy_decay(
         None if decay == OPTIMAL else decay, max(setting.lag, 1.0)
     )
@@ -512,6 +517,7 @@ def compute_spectrain_horizon(setting: Setting, is_forward: bool) -> float:
     A backward of stage s predicts the weights s updates ahead (dataflow) or s/2 (1F1B), in updates
     of N microbatches; its forward is the stage's lag D earlier still.
     """
+    # a stage of the dataflow updates in each step, one of 1F1B in every second slot
     steps = setting.stage / (1 if setting.method.pipeline is Timeline.DATAFLOW else 2)
     ahead = float(math.ceil(steps / setting.accumulate))
     return setting.lag + ahead if is_forward else ahead
@@ -525,6 +531,7 @@ def read_spectrain(setting: Setting, reading: Reading) -> list[tuple[str, float]
 def list_spectrain_conflicts(settings: Any, kind: str, options: Mapping[str, Any]) -> list[str]:
     """List the reasons why the method, which predicts by velocity, cannot use this optimizer."""
     return [
+        # the method itself predicts: the caller has set no such key
         fault.replace("method_args.weight_prediction", "method").replace(
             ": use form: difference", ""
         )
@@ -662,6 +669,7 @@ def list_conflicts(
     keys = [rule.key for rule, _ in acting]
     if not method.is_stale:
         idle = [rule.key for rule, _ in acting if rule.needs_lag]
+        # it runs without staleness until the method begins, which has none either
         idle += ["warmup"] if args.get("warmup") is not None else []
         if idle:
             why = "no gradient is stale: leave it out"
