@@ -167,8 +167,8 @@ def format_page() -> str:
     lines = [
         "# Keys of a config",
         "",
-        "How to use a config: [configuration](../configuration.md). Examples are from `configs/`. A "
-        "key whose default is null may be null.",
+        "How to use a config: [configuration](../configuration.md). Examples are from `configs/`. An "
+        "empty default is null.",
         "",
         "This page is generated from the schema by `python tools/write_keys.py`; do not edit it.",
         "",
@@ -185,7 +185,10 @@ def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
     """
     description, meanings = split_docstring(section)
     rows = [
-        row._replace(meaning=_link_pages(row.meaning) + f" (`{row.example}`)" * bool(row.example))
+        row._replace(
+            default="" if row.default == "null" and row.value != SECTION else row.default,
+            meaning=_link_pages(row.meaning) + f" (`{row.example}`)" * bool(row.example),
+        )
         for row in list_keys(section, places[0])
     ]
     # a column without any entry is left out
@@ -333,9 +336,11 @@ def format_features() -> str:
     """Return the table of the features that a backend lacks, and why."""
     titles = [TITLES[name] for name in BACKENDS]
     rows = [["feature", *titles], ["---"] * (1 + len(titles))]
+    names_by_reasons: Dict[Tuple[str, ...], List[str]] = {}
     for feature in FEATURES:
-        reasons = [Language.CONFIG.say(feature.lacking.get(name, "")) for name in BACKENDS]
-        rows.append([feature.name, *reasons])
+        reasons = tuple(Language.CONFIG.say(feature.lacking.get(name, "")) for name in BACKENDS)
+        names_by_reasons.setdefault(reasons, []).append(feature.name)
+    rows += [[", ".join(names), *reasons] for reasons, names in names_by_reasons.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
