@@ -199,6 +199,14 @@ def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
     # a rule may have no settings
     if places == [DESCRIBED_ELSEWHERE] or not rows:
         return [*lines, ""]
+    # the description says what these keys mean
+    if "meaning" not in columns:
+        lines.append("")
+        for row in rows:
+            default = f"; default `{row.default}`" if row.default else ""
+            required = row.default == "(required)"
+            lines.append(f"- `{row.key}`: {row.value}{' (required)' if required else default}")
+        return [*lines, ""]
     lines += ["", f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for row in rows:
         name = f"`{row.key}`"
