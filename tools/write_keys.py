@@ -40,6 +40,8 @@ SECTION = "section"
 DESCRIBED_ELSEWHERE = "backend.ipu"
 # a longer value is not an example of one line
 LONGEST_EXAMPLE = 60
+# a section with fewer keys has a list in place of a table
+SHORTEST_TABLE = 3
 
 # the sections of keys whose annotation names none
 FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {
@@ -199,14 +201,9 @@ def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
     # a rule may have no settings
     if places == [DESCRIBED_ELSEWHERE] or not rows:
         return [*lines, ""]
-    # the description says what these keys mean
-    if "meaning" not in columns:
-        lines.append("")
-        for row in rows:
-            default = f"; default `{row.default}`" if row.default else ""
-            required = row.default == "(required)"
-            lines.append(f"- `{row.key}`: {row.value}{' (required)' if required else default}")
-        return [*lines, ""]
+    # a table of few rows is mostly its header
+    if "meaning" not in columns or len(rows) < SHORTEST_TABLE:
+        return [*lines, "", *map(_format_item, rows), ""]
     lines += ["", f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for row in rows:
         name = f"`{row.key}`"
@@ -220,6 +217,15 @@ def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
         texts = [getattr(cells, column).replace("|", "\\|") for column in columns]
         lines.append(f"| {' | '.join(texts)} |")
     return [*lines, ""]
+
+
+def _format_item(row: Key) -> str:
+    """Return a key as an item of a list."""
+    if row.default == "(required)":
+        text = f"- `{row.key}` (required): {row.value}"
+    else:
+        text = f"- `{row.key}`: {row.value}" + f"; default `{row.default}`" * bool(row.default)
+    return f"{text}; {row.meaning}" if row.meaning else text
 
 
 @lru_cache(maxsize=None)
