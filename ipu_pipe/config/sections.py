@@ -561,9 +561,9 @@ class T1(Section):
 
 
 class T2(Section):
-    """Discrepancy correction (PipeMare): a backward estimates the weights that its forward read, by
-    subtracting its delay times a running mean of the updates. {} has the default decay. `decay`:
-    gamma^D for a delay of D, or `optimal` for the optimum on a quadratic; the default is exp(-2).
+    """Discrepancy correction (PipeMare): a backward estimates the weights that its forward read. {}
+    has the default decay. `decay`: gamma^D for a delay of D, or `optimal` for the optimum on a
+    quadratic; the default is exp(-2).
     """
 
     # exp(-2) is the 0.135 of PipeMare
@@ -600,8 +600,7 @@ class Hogwild(Section):
 
 class ConstantDelay(Section):
     """Every forward reads weights `updates` updates older than those to which its gradient is
-    applied; or a table with a row for each stage, which has a delay for each microbatch of an
-    update.
+    applied.
     """
 
     updates: Annotated[
@@ -713,28 +712,24 @@ class MethodArgs(Section):
     """Changes of the method's axes, and its update rules; null: the method's own, or none.
     docs/rules.md has their equations.
 
-    `schedule`: 1f1b, one pass a slot; 1f1b_capped, with at most P-s microbatches in flight on stage
-    s; or dataflow, forward and backward in each step. `turn`: steps from the last stage's forward
-    to its backward, dataflow only. `stash`: whether backwards read their forward's weights.
-    `hogwild`: random delays. `constant_delay`: the same delay everywhere. `recompute`:
-    recomputation of activations by the method's own rule. `warmup`: synchronous at first. `t1`:
-    PipeMare's rescheduled rates. `t2`: PipeMare's corrected backward. `spike_compensation`,
-    `weight_prediction`, `gradient_shrinking`, `error_feedback`, `delay_compensation`, `gap_aware`:
-    a rule. `blocks`: of local_chunked: their number, or the names at which they begin. `overlap`:
-    of local_overlapping. `layers`: of last_layers: the number of stages that train. `head`: of
-    local methods: "module:function" that makes an auxiliary head, or {depth, pyramid}: heads with
-    layers like later ones. `block_rates`: of each block: the factor of its learning rate.
+    `schedule`: see docs/rules.md. `turn`: steps from the last stage's forward to its backward,
+    dataflow only. `stash`: whether backwards read their forward's weights. `hogwild`: random
+    delays. `constant_delay`: the same delay everywhere. `recompute`: recomputation of activations
+    by the method's own rule. `warmup`: synchronous at first. `t1`: PipeMare's rescheduled rates.
+    `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`,
+    `gradient_shrinking`, `error_feedback`, `delay_compensation`, `gap_aware`: a rule. `blocks`: of
+    local_chunked: their number, or the names at which they begin. `overlap`: of local_overlapping.
+    `layers`: of last_layers: the number of stages that train. `head`: of local methods, see
+    docs/local_parallel.md. `block_rates`: of each block: the factor of its learning rate.
     `block_accumulation`: of each block: the number of updates whose gradients make one step.
-    `delay_bound`: of randomized_pipedream: the largest delay; null: PipeDream's own. `delays`: of
-    randomized_pipedream: uniform, a constant of each stage, or exactly PipeDream's. `order`: of
-    randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's
-    factor. `replicas`: of local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of
-    a replica between two averages. `outer`: of local_sgd: DiLoCo's outer optimizer.
-    `split_backward`: of pipedream and pipelined_backprop: true: 1F1B whose weight gradients come
-    later. `tied`: of methods that stash, such as pipedream: holder: several stages may use one
-    weight, by the version of the first. `activation_limit`: of zb_auto and split backwards: the
-    activations that a device may keep, in multiples of 1F1B's. `file`: of rows: CSV in PyTorch's
-    format.
+    `delay_bound`: of randomized_pipedream: the largest delay; null: PipeDream's own. `delays`,
+    `order`: of randomized_pipedream, see docs/randomized.md. `nag`: of randomized_pipedream:
+    Nesterov's factor. `replicas`: of local_sgd: null: as many as stages. `local_steps`: of
+    local_sgd: steps of a replica between two averages. `outer`: of local_sgd: DiLoCo's outer
+    optimizer. `split_backward`: of pipedream and pipelined_backprop, see docs/schedules.md. `tied`:
+    of methods that stash: holder: several stages may use one weight, see docs/rules.md.
+    `activation_limit`: of zb_auto and split backwards: a device's activations, in multiples of
+    1F1B's. `file`: of rows: CSV in PyTorch's format.
     """
 
     schedule: Optional[Literal["1f1b", "1f1b_capped", "dataflow"]] = None
