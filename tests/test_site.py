@@ -59,7 +59,9 @@ def test_the_page_of_keys_has_types_defaults_and_allowed_values() -> None:
     assert "| `micro_batch_size` | integer >= 1 | `8` | samples of a microbatch" in page
     assert "| [`t1`](#method_argst1) | section | `null` | PipeMare's rescheduled rates |" in page
     assert "\n## method_args.t1\n" in page
-    assert "| `decay` | a number > 0 and < 1, or optimal | `0.1353352832366127` |" in page
+    # a section of one or two keys has a list
+    assert "- `decay`: a number > 0 and < 1, or optimal; default `0.1353352832366127`; " in page
+    assert "- `path` (required): text; a file of weights" in page
     assert "given" not in {line.split("|")[1].strip(" `") for line in page.split("\n|")[1:]}
 
 

@@ -40,6 +40,8 @@ SECTION = "section"
 DESCRIBED_ELSEWHERE = "backend.ipu"
 # a longer value is not an example of one line
 LONGEST_EXAMPLE = 60
+# a section with fewer keys has a list in place of a table
+SHORTEST_TABLE = 3
 
 # the sections of keys whose annotation names none
 FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {
@@ -167,8 +169,8 @@ def format_page() -> str:
     lines = [
         "# Keys of a config",
         "",
-        "How to use a config: [configuration](../configuration.md). Examples are from `configs/`. A "
-        "key whose default is null may be null.",
+        "How to use a config: [configuration](../configuration.md). Examples are from `configs/`. An "
+        "empty default is null.",
         "",
         "This page is generated from the schema by `python tools/write_keys.py`; do not edit it.",
         "",
@@ -185,7 +187,10 @@ def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
     """
     description, meanings = split_docstring(section)
     rows = [
-        row._replace(meaning=_link_pages(row.meaning) + f" (`{row.example}`)" * bool(row.example))
+        row._replace(
+            default="" if row.default == "null" and row.value != SECTION else row.default,
+            meaning=_link_pages(row.meaning) + f" (`{row.example}`)" * bool(row.example),
+        )
         for row in list_keys(section, places[0])
     ]
     # a column without any entry is left out
@@ -196,6 +201,9 @@ def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
     # a rule may have no settings
     if places == [DESCRIBED_ELSEWHERE] or not rows:
         return [*lines, ""]
+    # a table of few rows is mostly its header
+    if "meaning" not in columns or len(rows) < SHORTEST_TABLE:
+        return [*lines, "", *map(_format_item, rows), ""]
     lines += ["", f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
     for row in rows:
         name = f"`{row.key}`"
@@ -209,6 +217,15 @@ def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
         texts = [getattr(cells, column).replace("|", "\\|") for column in columns]
         lines.append(f"| {' | '.join(texts)} |")
     return [*lines, ""]
+
+
+def _format_item(row: Key) -> str:
+    """Return a key as an item of a list."""
+    if row.default == "(required)":
+        text = f"- `{row.key}` (required): {row.value}"
+    else:
+        text = f"- `{row.key}`: {row.value}" + f"; default `{row.default}`" * bool(row.default)
+    return f"{text}; {row.meaning}" if row.meaning else text
 
 
 @lru_cache(maxsize=None)
@@ -333,9 +350,11 @@ def format_features() -> str:
     """Return the table of the features that a backend lacks, and why."""
     titles = [TITLES[name] for name in BACKENDS]
     rows = [["feature", *titles], ["---"] * (1 + len(titles))]
+    names_by_reasons: Dict[Tuple[str, ...], List[str]] = {}
     for feature in FEATURES:
-        reasons = [Language.CONFIG.say(feature.lacking.get(name, "")) for name in BACKENDS]
-        rows.append([feature.name, *reasons])
+        reasons = tuple(Language.CONFIG.say(feature.lacking.get(name, "")) for name in BACKENDS)
+        names_by_reasons.setdefault(reasons, []).append(feature.name)
+    rows += [[", ".join(names), *reasons] for reasons, names in names_by_reasons.items()]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -62,17 +62,14 @@ else:
 
 class BackendConfig(Section):
     """Where a run computes. `name`: on the emulator, on processes, on IPUs, or on XLA devices.
-    `device`: such as xpu or npu, see docs/accelerators.md (poptorch has its own). `threads`: of
-    PyTorch on the CPU; null: PyTorch's default. `deadline`: seconds that one of several
-    processes waits for another before it gives up. `deterministic`: for GPUs alone, kernels
-    that compute the same each time, slower. `tf32`: for GPUs alone, products and convolutions
-    with 10 bits instead of 23, faster. `platform`: for xla alone: cpu, tpu, or tt for
-    Tenstorrent's chips; null: cpu. `devices`: for xla alone: how
-    many, see docs/accelerators.md; null: all. `program`: for xla alone, what one compiled
-    program holds: an `action` (one pass or update of a stage), or a `slot` (what all stages do
-    in a slot of a dataflow pipeline); null: a slot where that is faster. `cache`: for xla
-    alone, of compiled programs, `false` for none; null: `ipu_pipe/xla` in the user's cache.
-    `ipu`: for poptorch alone.
+    `device`: such as xpu or npu, see docs/accelerators.md (poptorch has its own). `threads`:
+    PyTorch's on the CPU; null: its default. `deadline`: seconds that a process waits for another.
+    `deterministic`: on GPUs, slower kernels that always compute the same. `tf32`: on GPUs, faster
+    products of 10 bits instead of 23. `platform`: of xla; tt: Tenstorrent; null: cpu. `devices`: of
+    xla: how many, see docs/accelerators.md; null: all. `program`: of xla: compile each action or
+    each slot, see docs/accelerators.md; null: a slot where that is faster. `cache`: of xla, of
+    compiled programs, `false` for none; null: `ipu_pipe/xla` in the user's cache. `ipu`: of
+    poptorch.
     """
 
     name: Literal["emulator", "distributed", "poptorch", "xla"] = "emulator"
@@ -159,30 +156,25 @@ class Config(Section):
 
     `model`: the model to train. `data`: the data to train it on. `method`: the training method, see
     docs/rules.md. `method_args`: changes of the method, and rules against staleness. `stages`:
-    where the model is cut, see docs/configuration.md; null: where its own boundaries are.
-    `stages_per_device`: virtual stages on each device, of schedules that have them; null: the
-    method's own number. `loss`: cross_entropy, "module:callable" of (output, target), or
-    model: the model's own, see docs/data.md. `loss_weight`: the weight of a microbatch in the mean
-    loss of an update: tokens, the number of its labels that the loss does not ignore, or
-    "module:callable" of the labels, see docs/configuration.md;
-    null: all weigh the same. `backend`: where the run computes. `micro_batch_size`: samples of a
-    microbatch, which passes through the stages together; a loader's own if not set.
-    `gradient_accumulation`: microbatches per update. `replicas`: copies of the pipeline, each with
-    its share of the samples. `reduction`: how processes average the replicas'
-    gradients: exact, in a fixed order, or fast, by the backend's own all-reduce beside the
-    backward, see docs/processes.md. `optimizer`: an optimizer of torch.optim. `lr_schedule`: how
-    the learning rate changes. `clip`: gradient clipping; null for none. `ema`: a moving average of
-    the weights, which evaluations measure, see docs/loop.md; null for none. `epochs`: passes over
-    the data. `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`:
+    where the model is cut, see docs/configuration.md. `stages_per_device`: virtual stages on each
+    device, of schedules that have them; null: the method's own number. `loss`: cross_entropy,
+    "module:callable" of (output, target), or model: the model's own, see docs/data.md.
+    `loss_weight`: how a microbatch counts in an update's loss: tokens or "module:callable" of the
+    labels, see docs/configuration.md; null: all count the same. `backend`: where the run computes.
+    `micro_batch_size`: samples of a microbatch; a loader's own if not set. `gradient_accumulation`:
+    microbatches per update. `replicas`: copies of the pipeline, each with its share of the samples.
+    `reduction`: how processes average the replicas' gradients, see docs/processes.md. `optimizer`:
+    an optimizer of torch.optim. `lr_schedule`: how the learning rate changes. `clip`: gradient
+    clipping. `ema`: a moving average of the weights, see docs/loop.md. `epochs`: passes over the
+    data. `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`:
     evaluations while training. `metrics`: of evaluations, see docs/loop.md. `callbacks`: the user's
     code that a run calls, see docs/loop.md. `early_stopping`: when evaluations end a run, see
-    docs/loop.md; null for never. `checkpoint`: when the run's state is saved; null for never.
-    `log`: metrics and traces. `seed`: of weights, order, augmentation and dropout. `precision`: of
-    weights and passes; the last three are PopTorch's, in bits of passes and weights. `recompute`:
-    activation checkpointing: the backward recomputes activations from each stage's input.
-    `hardware`: the devices that predictions are made for, see docs/hardware.md.
-    `init_from`: weights to begin with. `allow_nonfinite`: go on after a loss that is not
-    finite. `given`: objects from Python, written by the run.
+    docs/loop.md. `checkpoint`: when the run's state is saved; null for never. `log`: metrics and
+    traces. `seed`: of weights, order, augmentation and dropout. `precision`: of weights and passes;
+    the last three are PopTorch's, in bits of passes and weights. `recompute`: activation
+    checkpointing, from each stage's input. `hardware`: the devices that predictions are made for,
+    see docs/hardware.md. `init_from`: weights to begin with. `allow_nonfinite`: go on after a loss
+    that is not finite. `given`: objects from Python, written by the run.
     """
 
     model: sections.ModelConfig

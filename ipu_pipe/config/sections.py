@@ -113,8 +113,8 @@ def is_by_stage(values: Any) -> bool:
 
 class ModelConfig(Section):
     """`entry`: "module:callable" that makes the model. `args`: its keyword arguments. `output`: the
-    part of its output that the loss gets; null: all of it. `compile`: compile each module that a
-    process calls as a whole by torch.compile (backend distributed).
+    part of its output that the loss gets; null: all of it. `compile`: torch.compile each module
+    that a process calls as a whole (backend distributed).
     """
 
     entry: str
@@ -128,8 +128,8 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Keys that are not listed here are arguments of the data set or callable. `name`: a set of
     ipu_pipe.data or "module:callable" that makes a DataSource. `root`: the folder that contains the
-    set's folder. `subset`, `test_subset`: use the first samples only. `validation`: training
-    samples, drawn by the seed, that are held out for evaluations.
+    set's folder. `subset`, `test_subset`: the first samples only. `validation`: training samples
+    held out for evaluations, drawn by the seed.
     """
 
     # the arguments of a data set, which other sections refuse as unknown keys
@@ -243,15 +243,14 @@ class OptimizerGroup(OptimizerSettings):
 
 
 class OptimizerConfig(OptimizerSettings):
-    """A torch.optim optimizer. Settings that are null have PyTorch's defaults. `name`: its
-    kind. `args`: its other keyword arguments. `lr`: learning rate; null: the rate that the method advises, see
-    docs/rules.md, or the default of a class. `momentum`, `nesterov`: of sgd.
+    """A torch.optim optimizer. Settings that are null have PyTorch's defaults. `name`: its kind.
+    `args`: its other keyword arguments. `lr`: learning rate; null: the rate that the method
+    advises, see docs/rules.md, or the default of a class. `momentum`, `nesterov`: of sgd.
     `weight_decay`: decoupled in adamw, else added to the gradient. `betas`, `eps`: of adam and
     adamw. `by_stage`: settings that differ by stage, see docs/loop.md. `no_decay`: parameters
-    without weight decay. `reference_batch_size`: the samples
-    per update for which lr and momentum were chosen; they are scaled to this run's (see
-    ipu_pipe.update.rates). `groups`: parameters with separate optimizers, in place of one for
-    all: each parameter is in the first group that matches it.
+    without weight decay. `reference_batch_size`: samples per update for which lr and momentum were
+    chosen; they are scaled to this run's, see docs/rules.md. `groups`: separate optimizers; a
+    parameter belongs to the first group that matches it.
     """
 
     no_decay: Annotated[
@@ -325,13 +324,12 @@ class OptimizerConfig(OptimizerSettings):
 
 
 class LrSchedule(Section):
-    """The learning rate by update, see ipu_pipe.update.rates. `name`: the schedule after the
-    warm-up; plateau is torch's ReduceLROnPlateau after each evaluation. `args`: its keyword
-    arguments. `metric`: the evaluated metric that plateau follows; loss if null. `interval`:
-    whether it is stepped after each update or epoch. `warmup_steps`: updates over which the rate
-    rises from 0. `milestones`: epochs at which step multiplies the rate. `gamma`: the factor.
-    `total_steps`: the updates over which cosine and linear fall, and from which T1 computes its K;
-    null: all updates of the run, which can then not be extended.
+    """The learning rate by update. `name`: the schedule after the warm-up; plateau is torch's
+    ReduceLROnPlateau after each evaluation. `args`: its keyword arguments. `metric`: the evaluated
+    metric that plateau follows; loss if null. `interval`: when it steps. `warmup_steps`: updates
+    over which the rate rises from 0. `milestones`: epochs at which step multiplies the rate.
+    `gamma`: the factor. `total_steps`: updates over which cosine and linear fall, and from which T1
+    computes K; null: all of the run, which can then not be extended.
     """
 
     name: str = "constant"
@@ -387,7 +385,8 @@ class LrSchedule(Section):
 class ClipConfig(Section):
     """Gradient clipping to a `norm`, whose `scope` is: over all stages (`global`, synchronous
     methods), each `stage` alone, or by the newest global norm that all stages know
-    (`delayed_global`, asynchronous methods; see ipu_pipe.update.clipping.DelayedGlobalNorm)."""
+    (`delayed_global`, asynchronous methods).
+    """
 
     norm: Positive
     scope: Literal["global", "stage", "delayed_global"] = "global"
@@ -427,9 +426,8 @@ class EvaluateConfig(Section):
 
 class EarlyStoppingConfig(Section):
     """The run ends after `patience` evaluations in a row whose `metric` is not better than the best
-    by more than `min_delta`; `mode`: null: by the metric's name;
-    `restore_best`: the model has the weights of the best evaluation when the run ends, for whatever
-    reason. See ipu_pipe.run.callbacks.
+    by more than `min_delta`; `mode`: null: by the metric's name; `restore_best`: the model ends
+    with the weights of the best evaluation.
     """
 
     metric: str = "loss"
@@ -442,7 +440,8 @@ class EarlyStoppingConfig(Section):
 class CheckpointConfig(Section):
     """A checkpoint at each evaluation and after each `every` updates; the newest `keep` and the
     best stay. `format`: single, one file of weights, or sharded, where each process writes its own.
-    `background`: training continues while it is written, from a copy in the host's memory."""
+    `background`: write a copy in the host's memory while training continues.
+    """
 
     every: Optional[Count] = None
     keep: Count = 2
@@ -473,8 +472,8 @@ class TraceConfig(Section):
 
 class LogConfig(Section):
     """The records of a running run. `every`: updates between two lines of metrics.jsonl.
-    `tensorboard`: the same for TensorBoard. `trace`: which updates' events are recorded; null, or
-    false, for none.
+    `tensorboard`: the same for TensorBoard. `trace`: the updates whose events are recorded; null or
+    false: none.
     """
 
     every: Count = 10
@@ -498,10 +497,9 @@ class Entry(Section):
 
 
 class StageCount(Section):
-    """A number of stages, balanced. Times differ from one measurement to the next, so a run's
-    folder contains the names of the modules at which its stages begin, which a resumed run uses.
-    `count`: the number of stages. `by`: the cost that is balanced;
-    hardware: the predicted time on the config's hardware.
+    """A number of stages, balanced. The run's folder records the cut for resuming. `count`: the
+    number of stages. `by`: the cost that is balanced; hardware: time predicted for the config's
+    hardware.
     """
 
     count: Stages
@@ -515,9 +513,9 @@ class StageFinest(Section):
 
 
 class InitFrom(Section):
-    """Initial weights. `path`: a file of weights, a checkpoint's folder, or a run's folder, whose
-    newest checkpoint is used. `strict`: true: the weights must fit the model; false: weights that
-    the model lacks are left out, and weights that the file lacks are new."""
+    """Initial weights. `path`: a file of weights, a checkpoint's folder, or a run's folder (its
+    newest checkpoint). `strict`: the weights must fit the model; false: load those that fit.
+    """
 
     path: PathText
     strict: StrictBool = True
@@ -573,9 +571,9 @@ class T1(Section):
 
 
 class T2(Section):
-    """Discrepancy correction (PipeMare): a backward estimates the weights that its forward read, by
-    subtracting its delay times a running mean of the updates. {} has the default decay. `decay`:
-    gamma^D for a delay of D, or `optimal` for the optimum on a quadratic; the default is exp(-2).
+    """Discrepancy correction (PipeMare): a backward estimates the weights that its forward read. {}
+    has the default decay. `decay`: gamma^D for a delay of D, or `optimal` for the optimum on a
+    quadratic; the default is exp(-2).
     """
 
     # exp(-2) is the 0.135 of PipeMare
@@ -599,9 +597,8 @@ class Recompute(Section):
 
 
 class Hogwild(Section):
-    """Random delays with an exponential distribution. `max`: the largest, in updates. `mean`: one
-    number or one for each stage;
-    null: the stage's delay in the method's pipeline.
+    """Random delays with an exponential distribution. `max`: the largest, in updates. `mean`: null:
+    the stage's delay in the pipeline.
     """
 
     mean: Annotated[
@@ -614,8 +611,7 @@ class Hogwild(Section):
 
 class ConstantDelay(Section):
     """Every forward reads weights `updates` updates older than those to which its gradient is
-    applied; or a table with a row for each stage, which has a delay for each microbatch of an
-    update.
+    applied.
     """
 
     updates: Annotated[
@@ -682,9 +678,9 @@ class GapAware(Section):
 
 class OuterConfig(Section):
     """The outer optimizer of DiLoCo: `name` sgd with `lr`, `momentum`, `nesterov`. `fragments`:
-    groups of stages that are synchronized in turn; `offset`: the first.
-    `delay`: steps from taking the replicas' weights to the synchronization. `mix`: the share of a
-    replica's own weights in the weights with which it continues.
+    groups of stages that are synchronized in turn; `offset`: the first. `delay`: steps from taking
+    the replicas' weights to the synchronization. `mix`: the share of a replica's own weights
+    afterwards.
     """
 
     name: Literal["sgd"] = "sgd"
@@ -727,29 +723,24 @@ class MethodArgs(Section):
     """Changes of the method's axes, and its update rules; null: the method's own, or none.
     docs/rules.md has their equations.
 
-    `schedule`: 1f1b, one pass a slot; 1f1b_capped, with at most P-s microbatches in flight on stage
-    s; or dataflow, forward and backward in each step. `turn`: steps from the last stage's forward
-    to its backward, dataflow only. `stash`: whether backwards read their forward's weights. `hogwild`: random delays.
-    `constant_delay`: the same delay everywhere. `recompute`: recomputation of activations by the
-    method's own rule. `warmup`: synchronous at first. `t1`: PipeMare's rescheduled rates. `t2`:
-    PipeMare's corrected backward. `spike_compensation`, `weight_prediction`, `gradient_shrinking`,
-    `error_feedback`, `delay_compensation`, `gap_aware`: see there. `blocks`: of local_chunked:
-    their number, or the names at which they begin. `overlap`: of local_overlapping. `layers`: of last_layers: the
-    number of stages that train. `head`: of local methods: "module:function" that makes an auxiliary
-    head, or {depth, pyramid}: heads with layers like later ones. `block_rates`: of each block: the
-    factor of its learning rate. `block_accumulation`: of each block: the number of updates whose
-    gradients make one step. `delay_bound`: of randomized_pipedream: the largest delay; null:
-    PipeDream's own. `delays`: of randomized_pipedream: uniform, a constant of each stage, or
-    exactly PipeDream's. `order`: of
-    randomized_pipedream: of stages and microbatches. `nag`: of randomized_pipedream: Nesterov's
-    factor. `replicas`: of
-    local_sgd: null: as many as stages. `local_steps`: of local_sgd: steps of a replica between two
-    averages. `outer`: of
-    local_sgd: DiLoCo's outer optimizer. `split_backward`: of pipedream and pipelined_backprop:
-    true: 1F1B whose weight gradients come later. `tied`: of methods that stash, such as pipedream:
-    holder: several stages may use one weight, by the version of the first. `activation_limit`: of
-    zb_auto and split backwards: the activations that a device may keep, in multiples of 1F1B's.
-    `file`: of rows: CSV in PyTorch's format.
+    `schedule`: see docs/rules.md. `turn`: steps from the last stage's forward to its backward,
+    dataflow only. `stash`: whether backwards read their forward's weights. `hogwild`: random
+    delays. `constant_delay`: the same delay everywhere. `recompute`: recomputation of activations
+    by the method's own rule. `warmup`: synchronous at first. `t1`: PipeMare's rescheduled rates.
+    `t2`: PipeMare's corrected backward. `spike_compensation`, `weight_prediction`,
+    `gradient_shrinking`, `error_feedback`, `delay_compensation`, `gap_aware`: a rule. `blocks`: of
+    local_chunked: their number, or the names at which they begin. `overlap`: of local_overlapping.
+    `layers`: of last_layers: the number of stages that train. `head`: of local methods, see
+    docs/local_parallel.md. `block_rates`: of each block: the factor of its learning rate.
+    `block_accumulation`: of each block: the number of updates whose gradients make one step.
+    `delay_bound`: of randomized_pipedream: the largest delay; null: PipeDream's own. `delays`,
+    `order`: of randomized_pipedream, see docs/randomized.md. `nag`: of randomized_pipedream:
+    Nesterov's factor. `replicas`: of local_sgd: null: as many as stages. `local_steps`: of
+    local_sgd: steps of a replica between two averages. `outer`: of local_sgd: DiLoCo's outer
+    optimizer. `split_backward`: of pipedream and pipelined_backprop, see docs/schedules.md. `tied`:
+    of methods that stash: holder: several stages may use one weight, see docs/rules.md.
+    `activation_limit`: of zb_auto and split backwards: a device's activations, in multiples of
+    1F1B's. `file`: of rows: CSV in PyTorch's format.
     """
 
     schedule: Optional[Literal["1f1b", "1f1b_capped", "dataflow"]] = None
