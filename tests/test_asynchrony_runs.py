@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 
+import ipu_pipe
 from ipu_pipe.cli import schedule as schedule_command
 from ipu_pipe.config.load import configure
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
-from tests.support.runs import ROOT, assert_same_weights, list_faults
+from tests.support.runs import ROOT, assert_same, assert_same_weights, list_faults
 
 
 def make_digits_config(method: str, args: Dict[str, Any] = {}, **keys: Any) -> Any:
@@ -117,3 +122,58 @@ def test_a_method_without_a_timeline_has_no_schedule_to_print() -> None:
         schedule_command.main, ["randomized_pipedream", "--stages", "4", "--microbatches", "8"]
     )
     assert "randomized_pipedream: has no timeline" in faults[0]
+
+
+class Experts(nn.Module):
+    """Two heads, of which the sign of the inputs chooses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        head = self.left if float(x.detach().sum()) < 0 else self.right
+        return head(torch.tanh(self.stem(x)))
+
+
+def test_replicas_of_local_sgd_that_used_other_weights_average_what_they_have() -> None:
+    """Story: Adam has no state of a weight that a replica has not used; the end of the round was a KeyError."""
+    torch.manual_seed(0)
+    model = Experts().double()
+    nets = [copy.deepcopy(model) for _ in range(2)]
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in nets]
+    pipe = ipu_pipe.Pipeline(
+        model,
+        cross_entropy,
+        torch.optim.Adam(model.parameters(), lr=0.1),
+        "local_sgd",
+        stages=1,
+        microbatches=1,
+        method_args={"replicas": 2, "local_steps": 2},
+    )
+    for k, signs in enumerate([(-1, 1), (-1, 1), (1, -1), (1, 1), (-1, 1), (-1, -1)]):
+        xs = [torch.rand(4, 3, dtype=torch.float64) * sign for sign in signs]
+        ys = [torch.randint(0, 2, (4,)) for _ in signs]
+        pipe.step(torch.cat(xs), torch.cat(ys))
+        for net, optimizer, x, y in zip(nets, optimizers, xs, ys):
+            optimizer.zero_grad()
+            cross_entropy(net(x), y).backward()
+            optimizer.step()
+        if k % 2:
+            average_what_is_there(nets, optimizers)
+    pipe.close()
+    assert_same(model.state_dict(), nets[0].state_dict())
+
+
+def average_what_is_there(nets: List[nn.Module], optimizers: List[torch.optim.Optimizer]) -> None:
+    """Set weights to the mean of all, and the optimizers' state to the mean of those that have it."""
+    for parameters in zip(*(net.parameters() for net in nets)):
+        mean = sum(p.data for p in parameters) / len(parameters)
+        states = [one.state.get(p, {}) for one, p in zip(optimizers, parameters)]
+        means = {
+            key: sum(s[key] for s in states if s) / len([s for s in states if s])
+            for key in {**states[0], **states[1]}
+        }
+        for optimizer, p in zip(optimizers, parameters):
+            p.data = mean.clone()
+            optimizer.state[p] = {key: value.clone() for key, value in means.items()}

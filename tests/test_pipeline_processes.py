@@ -3,8 +3,9 @@ and the steps that return an update are equal bit for bit."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
 import pytest
 import torch
@@ -317,3 +318,35 @@ def test_processes_need_a_launcher() -> None:
             stages=STAGES,
             backend="distributed",
         )
+
+
+def evaluate_slowly(rank: int, folder: Path) -> None:
+    """Evaluate by two pipelines after another, for longer than their deadline."""
+
+    def read() -> Iterator[Any]:
+        for _ in range(6):
+            time.sleep(0.8)
+            yield torch.randn(4, 6, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
+
+    for _ in range(2):
+        model = make_perceptron()
+        optimizer = make_sgd(model.parameters())
+        with ipu_pipe.Pipeline(
+            model,
+            nn.functional.cross_entropy,
+            optimizer,
+            "gpipe",
+            stages=1,
+            replicas=2,
+            backend="distributed",
+            deadline=4,
+        ) as pipe:
+            pipe.step(torch.randn(8, 6, dtype=torch.float64), torch.zeros(8, dtype=torch.long))
+            assert pipe.evaluate(read())["loss"] is not None
+
+
+@pytest.mark.slow
+def test_replicas_wait_for_the_evaluation_of_a_second_pipeline(tmp_path: Path) -> None:
+    """Story: they found the first pipeline's evaluation done, and waited for its end no longer than the
+    deadline."""
+    run_in_group(2, evaluate_slowly, tmp_path)

@@ -351,6 +351,8 @@ class IndependentReplicas:
                 _average(values)
                 for states in self._states:
                     states.setdefault(p, {}).setdefault(key, copy.deepcopy(values[0]))
+        # the replica that is in the optimizer is saved from there when the next one enters
+        self._optimizer_state.update(self._states[self._current])
 
     def list_other_states(self) -> list[Mapping[Any, Mapping[str, Any]]]:
         """List by parameter the optimizer state of replicas that are not in the model, and the
