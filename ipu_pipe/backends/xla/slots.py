@@ -280,7 +280,8 @@ class Group:
         """
         # rates and other numbers may differ between the stages of a group, operations may not
         rows = [s.optimizer.list_numbers(int(made[s.stage])) for s in self.stages]
-        if any(s.optimizer.options != self.optimizer.options for s in self.stages):
+        options = self.optimizer.options
+        if any(s.optimizer.options != options for s in self.stages):
             raise BadInput(
                 f"optimizer: momentum, nesterov: changed during the run: set "
                 f"{name_key('backend.program')}=action"

@@ -271,15 +271,17 @@ class StageOptimizer:
     @property
     def options(self) -> tuple[Options, ...]:
         """The options of each stepped weight."""
-        return tuple(
-            Options(
+        # most weights of a stage share a group
+        by_group = {
+            id(group): Options(
                 get_kind(self._rules.optimizer, group),
                 bool(group.get("momentum")),
                 bool(group.get("nesterov")),
                 bool(group.get("weight_decay")),
             )
-            for group, _ in self._groups
-        )
+            for group in {id(group): group for group, _ in self._groups}.values()
+        }
+        return tuple(by_group[id(group)] for group, _ in self._groups)
 
     def list_rules(self, k: int) -> tuple[str, ...]:
         """List the rules that act on update k, with the state that they follow."""
@@ -294,10 +296,16 @@ class StageOptimizer:
         # into the host's groups, from which the numbers are read
         self._rules.apply_settings(self._host, k)
         acting = self._acting if k >= self._rules.switch else []
-        return [
-            self._compute_numbers(i, group, kind, acting)
-            for i, (group, kind) in enumerate(self._groups)
+        # those of a group differ only by the steps of their weights so far
+        computed: dict[tuple[int, int, bool], Numbers] = {}
+        places = [
+            (id(group), count, is_first)
+            for (group, _), count, is_first in zip(self._groups, self.counts, self._is_first)
         ]
+        for i, (place, (group, kind)) in enumerate(zip(places, self._groups)):
+            if place not in computed:
+                computed[place] = self._compute_numbers(i, group, kind, acting)
+        return [computed[place] for place in places]
 
     def _compute_numbers(
         self,
