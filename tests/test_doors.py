@@ -336,7 +336,7 @@ def test_every_command_that_reads_a_config_is_tried() -> None:
 def test_the_page_lists_every_command() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     section = text.partition("## Commands\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`[\w-]+`) \|", section, re.MULTILINE)
+    rows = re.findall(r"^- (`[\w-]+`): ", section, re.MULTILINE)
     assert set(map(name_command, rows)) == set(COMMANDS)
 
 

@@ -55,14 +55,16 @@ def test_no_docstring_explains_a_removed_key() -> None:
 
 def test_the_page_of_keys_has_types_defaults_and_allowed_values() -> None:
     page = keys.format_page()
-    assert "| `method` | naive, gpipe, " in page and ', rows | `"gpipe"` | the training' in page
-    assert "| `micro_batch_size` | integer >= 1 | `8` | samples of a microbatch" in page
-    assert "| [`t1`](#method_argst1) | section | `null` | PipeMare's rescheduled rates |" in page
+    assert '- `method` (`"gpipe"`): naive, gpipe, ' in page and ", rows; the training" in page
+    assert "- `micro_batch_size` (`8`): integer >= 1; samples of a microbatch" in page
+    assert "- [`t1`](#method_argst1) (`null`): PipeMare's rescheduled rates\n" in page
     assert "\n## method_args.t1\n" in page
-    # a section of one or two keys has a list
-    assert "- `decay`: a number > 0 and < 1, or optimal; default `0.1353352832366127`; " in page
+    assert "- `decay` (`0.1353352832366127`): a number > 0 and < 1, or optimal; " in page
+    # a default of false says that the values are true and false
+    assert "- `recompute` (`false`): activation checkpointing" in page
+    assert "- `stash`: true, false; whether" in page
     assert "- `path` (required): text; a file of weights" in page
-    assert "given" not in {line.split("|")[1].strip(" `") for line in page.split("\n|")[1:]}
+    assert "given" not in re.findall(r"^- \[?`(\w+)`", page, re.MULTILINE)
 
 
 def test_the_committed_page_of_keys_matches_the_schema() -> None:
@@ -82,7 +84,7 @@ def test_docs_have_a_row_for_every_method_and_rule() -> None:
     assert [key for key in RULES if f"`{key}" not in text] == []
 
 
-def test_a_section_without_keys_has_no_table() -> None:
+def test_a_section_without_keys_has_no_list() -> None:
     class Nothing(Section):
         """A rule without settings."""
 

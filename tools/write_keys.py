@@ -1,5 +1,5 @@
-"""Write docs/reference/keys.md, the page of all keys of a config, from the schema, and the table of
-docs/reference/unsupported.md from that of the backends' features: `python tools/write_keys.py`.
+"""Write docs/reference/keys.md, the page of all keys of a config, from the schema, and the list of
+what a backend lacks in docs/reference/unsupported.md from the table of features: `python tools/write_keys.py`.
 
 Types and defaults come from the fields, meanings from the docstrings, allowed values from the error
 message of a wrong value, and examples from the configs of this repository.
@@ -32,16 +32,17 @@ from ipu_pipe.refusals import Language  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "keys.md"
 UNSUPPORTED = ROOT / "docs" / "reference" / "unsupported.md"
-# the columns of its table
+SECTION_OF_FEATURES = "## What a backend lacks\n"
+# the names of the backends in its list
 TITLES = {"emulator": "emulator", "distributed": "processes", "poptorch": "IPUs", "xla": "xla"}
-# the value of a key that has a table of its own
+# the value of a key that has keys of its own
 SECTION = "section"
 # docs/reference/ipu.md has the keys of this section
 DESCRIBED_ELSEWHERE = "backend.ipu"
 # a longer value is not an example of one line
 LONGEST_EXAMPLE = 60
-# a section with fewer keys has a list in place of a table
-SHORTEST_TABLE = 3
+# the default of a key that has none
+REQUIRED = "(required)"
 
 # the sections of keys whose annotation names none
 FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {
@@ -50,7 +51,7 @@ FORMS: Dict[str, Tuple[Type[BaseModel], ...]] = {
 }
 # one or several keys and a colon, in a docstring
 ENTRY = re.compile(r"((?:`\w+`(?:, | and )?)+): ")
-# faults of the type, which the table has in a column of its own
+# faults of the type, which describe_type puts into words
 TYPE_ERRORS = (
     "missing",
     "literal_error",
@@ -75,7 +76,7 @@ WORDS = {
 
 
 class Key(NamedTuple):
-    """Row of the table: a key, with Markdown text in each column."""
+    """A key of the page, with the Markdown of its parts."""
 
     key: str
     value: str
@@ -102,7 +103,7 @@ def collect_sections() -> Dict[Type[BaseModel], List[str]]:
 
 
 def list_keys(section: Type[BaseModel], place: str) -> List[Key]:
-    """List the rows of a section, which is at `place` in a config."""
+    """List the keys of a section, which is at `place` in a config."""
     description, meanings = split_docstring(section)
     shared = re.findall(r"`(\w+)`", "".join(description.rpartition(" are as in ")[:2]))
     rows = []
@@ -169,8 +170,9 @@ def format_page() -> str:
     lines = [
         "# Keys of a config",
         "",
-        "How to use a config: [configuration](../configuration.md). Examples are from `configs/`. An "
-        "empty default is null.",
+        "How to use a config: [configuration](../configuration.md). Each line has a key, its default in "
+        "parentheses, its values, and its meaning with an example from `configs/`. Without parentheses "
+        "the default is null, or that of the section's own keys.",
         "",
         "This page is generated from the schema by `python tools/write_keys.py`; do not edit it.",
         "",
@@ -182,50 +184,36 @@ def format_page() -> str:
 
 
 def format_section(section: Type[BaseModel], places: List[str]) -> List[str]:
-    """Return the lines of a section: its places as headings, its description, and a table of its
+    """Return the lines of a section: its places as headings, its description, and a list of its
     keys.
     """
-    description, meanings = split_docstring(section)
-    rows = [
-        row._replace(
-            default="" if row.default == "null" and row.value != SECTION else row.default,
-            meaning=_link_pages(row.meaning) + f" (`{row.example}`)" * bool(row.example),
-        )
-        for row in list_keys(section, places[0])
-    ]
-    # a column without any entry is left out
-    columns = [name for name in Key._fields[:-1] if any(getattr(row, name) for row in rows)]
+    description, _ = split_docstring(section)
     lines = [f"## {place or 'A config'}" for place in places]
     if description:
         lines += ["", _link_pages(description)]
+    rows = list_keys(section, places[0])
     # a rule may have no settings
     if places == [DESCRIBED_ELSEWHERE] or not rows:
         return [*lines, ""]
-    # a table of few rows is mostly its header
-    if "meaning" not in columns or len(rows) < SHORTEST_TABLE:
-        return [*lines, "", *map(_format_item, rows), ""]
-    lines += ["", f"| {' | '.join(columns)} |", "|" + " --- |" * len(columns)]
-    for row in rows:
-        name = f"`{row.key}`"
-        if row.value == SECTION:
-            anchor = re.sub("[^a-z0-9_]", "", f"{places[0]}{row.key}".lower())
-            name = f"[{name}](#{anchor})"
-        cells = row._replace(
-            key=name,
-            default=f"`{row.default}`" if row.default else "",
-        )
-        texts = [getattr(cells, column).replace("|", "\\|") for column in columns]
-        lines.append(f"| {' | '.join(texts)} |")
-    return [*lines, ""]
+    return [*lines, "", *(_format_item(row, places[0]) for row in rows), ""]
 
 
-def _format_item(row: Key) -> str:
-    """Return a key as an item of a list."""
-    if row.default == "(required)":
-        text = f"- `{row.key}` (required): {row.value}"
-    else:
-        text = f"- `{row.key}`: {row.value}" + f"; default `{row.default}`" * bool(row.default)
-    return f"{text}; {row.meaning}" if row.meaning else text
+def _format_item(row: Key, place: str) -> str:
+    """Return a key of the section at `place` as an item of a list."""
+    name = f"`{row.key}`"
+    if row.value == SECTION:
+        anchor = re.sub("[^a-z0-9_]", "", f"{place}{row.key}".lower())
+        name = f"[{name}](#{anchor})"
+    default = row.default
+    # null is the default of most keys; of a section it says that there is none
+    if default == REQUIRED:
+        name += f" {REQUIRED}"
+    elif default and (default != "null" or row.value == SECTION):
+        name += f" (`{default}`)"
+    # the link says that it is a section, and a default of true or false which values there are
+    value = "" if row.value == SECTION or default in ("true", "false") else row.value
+    meaning = _link_pages(row.meaning) + f" (`{row.example}`)" * bool(row.example)
+    return f"- {name}: " + "; ".join(text for text in (value, meaning) if text)
 
 
 @lru_cache(maxsize=None)
@@ -270,7 +258,7 @@ def _link_pages(text: str) -> str:
 def _format_default(field: Any) -> str:
     """Format the default of a field as JSON; '' for a section."""
     if field.is_required():
-        return "(required)"
+        return REQUIRED
     value = field.get_default(call_default_factory=True)
     return "" if isinstance(value, BaseModel) else json.dumps(value)
 
@@ -347,22 +335,29 @@ def _find_sections(annotation: Any) -> Tuple[Type[BaseModel], ...]:
 
 
 def format_features() -> str:
-    """Return the table of the features that a backend lacks, and why."""
-    titles = [TITLES[name] for name in BACKENDS]
-    rows = [["feature", *titles], ["---"] * (1 + len(titles))]
+    """Return the list of the features that a backend lacks, and why."""
     names_by_reasons: Dict[Tuple[str, ...], List[str]] = {}
     for feature in FEATURES:
         reasons = tuple(Language.CONFIG.say(feature.lacking.get(name, "")) for name in BACKENDS)
         names_by_reasons.setdefault(reasons, []).append(feature.name)
-    rows += [[", ".join(names), *reasons] for reasons, names in names_by_reasons.items()]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    lines = []
+    for reasons, names in names_by_reasons.items():
+        titles_by_reason: Dict[str, List[str]] = {}
+        for backend, reason in zip(BACKENDS, reasons):
+            if reason:
+                titles_by_reason.setdefault(reason, []).append(TITLES[backend])
+        faults = [f"{', '.join(titles)} ({why})" for why, titles in titles_by_reason.items()]
+        lines.append(f"- **{', '.join(names)}**: {'; '.join(faults)}\n")
+    return "".join(lines)
 
 
 def write_features() -> None:
-    """Write the table into its section of the page."""
-    before, rest = UNSUPPORTED.read_text(encoding="utf-8").split("| feature | ", 1)
-    after = rest.split("\n\n", 1)[1]
-    UNSUPPORTED.write_text(f"{before}{format_features()}\n{after}", encoding="utf-8")
+    """Write the list into its section of the page."""
+    before, section, rest = UNSUPPORTED.read_text(encoding="utf-8").partition(SECTION_OF_FEATURES)
+    introduction = rest.split("- **", 1)[0]
+    after = rest[rest.index("\n## ") :]
+    text = f"{before}{section}{introduction}{format_features()}{after}"
+    UNSUPPORTED.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     2xx  two processes (gloo, nccl with two CUDA devices, other accelerators): stages, replicas,
          blocks, resume
     3xx  IPUs: each row is an assumption about PopTorch that nothing but an IPU can confirm; the
-         numbers are those of docs/ipu.md
+         numbers are those of docs/results/checks.md
     4xx  XLA's devices, of each platform that jax has: run on its CPU, on no TPU or Tenstorrent card
 
 A row that cannot run here is listed with the reason and not counted. No row was run on an IPU.
