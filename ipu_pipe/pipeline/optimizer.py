@@ -715,9 +715,10 @@ class OptimizerHandle:
     def release(self) -> None:
         """Let the caller, or another pipeline, step the optimizer again."""
         self._hook.remove()
-        for name in MODES:
-            vars(self.optimizer).pop(name, None)
         reference = self._in_use.get(self.optimizer)
         # another handle may have claimed it since this one was released
-        if reference is not None and reference() in (self, None):
-            del self._in_use[self.optimizer]
+        if reference is None or reference() is not self:
+            return
+        for name in MODES:
+            vars(self.optimizer).pop(name, None)
+        del self._in_use[self.optimizer]
