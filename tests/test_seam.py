@@ -428,3 +428,17 @@ def test_walks_are_drawn_with_every_method_and_act() -> None:
     assert {act for walk in walks for acts in walk.plan.values() for act in acts} == set(ACTS)
     drawn = {(walk.method, str(walk.args)) for walk in walks}
     assert drawn == {(name, str(args)) for name, args in STALE} | {(m, "{}") for m in FLUSHING}
+
+
+# ---- changes in `whole_model`
+
+
+def test_checksums_of_a_model_see_complex_buffers_and_the_order_of_rows() -> None:
+    """Story: two sums told whether weights had changed: of real tensors alone, whatever the order."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("phase", torch.tensor([1j]))
+    before = seam.compute_checksums(model)
+    model.weight.data.copy_(model.weight.data.flip(0))
+    model.phase.data.mul_(2)
+    after = seam.compute_checksums(model)
+    assert [name for name in before if before[name] != after[name]] == ["weight", "phase"]

@@ -86,9 +86,9 @@ from ipu_pipe.pipeline.seam import (
     Change,
     Objects,
     Seam,
+    compute_checksums,
     explain_refusal,
     get_treatment,
-    sum_tensors,
 )
 from ipu_pipe.pipeline.sharding import PrepareStage
 from ipu_pipe.pipeline.state import (
@@ -661,8 +661,8 @@ class Pipeline:
                     is_copy = job.precision.is_sharded
                     # a rank without a copy has nothing to compare
                     whole = (copied or nn.Module()) if is_copy else self.model
-                    # by sums, because a write through .data leaves no other trace
-                    before = sum_tensors(whole)
+                    # by checksums, because a write through .data leaves no other trace
+                    before = compute_checksums(whole)
                     if self._seam is not None:
                         # the newest values are no changes of the caller's
                         self._seam.note_other_call()
@@ -670,7 +670,7 @@ class Pipeline:
                     if self._seam is not None and engine.leaves_weights_stale:
                         # a compiled program has these as they were: the next step must know
                         self._seam.keep_changes(("value", "loss"))
-                    has_changed = sum_tensors(whole) != before
+                    has_changed = compute_checksums(whole) != before
                 # out of the context above, because a refusal breaks nothing
                 if has_changed and is_copy:
                     raise RuntimeError(
