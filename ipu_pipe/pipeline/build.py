@@ -115,6 +115,7 @@ def set_up(
     facts = config.backend.facts
     method = resolve_method(config.method, config.method_settings())
     precision_row = resolve_precision(config.precision, method)
+    loss_weight = make_loss_weight(config, objects, loss_of_output)
     came_evaluating = enter_training(model)
     # convert the model last, so that an earlier failure leaves the caller's model as it was
     precision = ModelPrecision(
@@ -135,7 +136,7 @@ def set_up(
         # known with the first output (`check_model`)
         label_range=None,
         came_evaluating=came_evaluating,
-        loss_weight=make_loss_weight(config, objects, loss_of_output),
+        loss_weight=loss_weight,
     )
 
 
