@@ -652,7 +652,11 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
     is_fixed = not takes_order if method.order is None else method.order.fixed
     if is_fixed and settings.get("stages_per_device", default) != default:
         reasons["stages_per_device"] = f"{method.name} has {default} on each device"
-    if settings.get("split_backward") and not takes_order:
+    # false says what is so, except of a method whose order decides by itself
+    sets_split = settings.get("split_backward") or (
+        "split_backward" in settings and method.order is not None
+    )
+    if sets_split and not takes_order:
         reasons["split_backward"] = (
             f"belongs to {' and '.join(ASYNCHRONOUS_WITH_ORDER)}, without another schedule, turn "
             f"or delay"
