@@ -1064,9 +1064,12 @@ class Pipeline:
             self._handle.claim()
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
+            device = self._config.backend.device
+            # a device that is missing has no generator to restore
+            require_device(device)
             # building seeds the generators and runs the model; the loop's own draws must not change
             # by it
-            with restore_random_states():
+            with restore_random_states(torch.device(device)):
                 # other shapes on a rank would end in gloo's abort, which names no cause
                 compare_inputs(x)
                 # later ones are compared with each result
