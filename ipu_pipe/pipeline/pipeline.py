@@ -671,7 +671,7 @@ class Pipeline:
                         # a compiled program has these as they were: the next step must know
                         self._seam.keep_changes(("value", "loss"))
                     has_changed = compute_checksums(whole) != before
-                # out of the context above, because a refusal breaks nothing
+                # a refusal breaks a pipeline on processes: only some ranks may have the change
                 if has_changed and is_copy:
                     raise RuntimeError(
                         "whole_model: weights or buffers were changed in a copy of the sharded "
