@@ -316,9 +316,14 @@ def observe_blocks(model: nn.Module, loss: Loss, example: tuple[Any, Any]) -> Ob
     overlap = blocks.overlap
     # without duplicates, whose operations would be counted for the blocks' own
     blocks.overlap = 0
-    with restore_function(get_user_loss(loss)):
-        observation = observe_training(model, *example, lambda x, y: loss(call_model(model, x), y))
-    blocks.overlap = overlap
+    try:
+        with restore_function(get_user_loss(loss)):
+            observation = observe_training(
+                model, *example, lambda x, y: loss(call_model(model, x), y)
+            )
+    # also after a loss that fails
+    finally:
+        blocks.overlap = overlap
     if overlap:
         observation.effects = observe_effects(model, example[0])
     return observation
