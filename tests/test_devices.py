@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+import ipu_pipe
 from ipu_pipe.backends.processes.trace import make_stream_clock
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.errors import BadInput
@@ -28,7 +29,9 @@ from ipu_pipe.model.devices import (
     list_accelerators,
     list_generators,
     read_autocast,
+    seed_random,
 )
+from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.pipeline.checks import require_device
 from ipu_pipe.run import machine_check
 from ipu_pipe.run.machine_check import run_device_trials
@@ -164,7 +167,7 @@ class Generators(Module):
         else:
             self.get_rng_state = lambda index: self.own.get_state()
             self.set_rng_state = lambda state, index: self.own.set_state(state)
-            self.manual_seed = self.own.manual_seed
+        self.manual_seed = self.own.manual_seed
 
 
 @pytest.mark.parametrize("has_list", [True, False])
@@ -188,6 +191,31 @@ def test_random_numbers_of_a_device_are_seeded_and_put_back(
     with fork_random(None):
         torch.rand(2)
     assert torch.equal(torch.get_rng_state(), before)
+    with restore_random_states(XYZ):
+        seed_random(5, XYZ)
+        assert torch.equal(torch.rand(3, generator=module.own), first)
+        assert torch.equal(torch.rand(3), first)
+    assert torch.equal(own.get_state(), state) and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("method", ["gpipe", "local_greedy"])
+def test_a_step_seeds_no_generator_of_another_device(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: torch.manual_seed seeded the caller's CUDA generators, which nothing put back."""
+    seeds: List[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+    # optimizers and losses that are not torch's are tried before training
+    optimizer = type("Custom", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
+
+    def compute_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output, y)
+
+    with ipu_pipe.Pipeline(model, compute_loss, optimizer, method, stages=["1"]) as pipe:
+        pipe.step(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))
+    assert not seeds
 
 
 def test_autocast_of_the_accelerators_here_is_read_too(monkeypatch: pytest.MonkeyPatch) -> None:

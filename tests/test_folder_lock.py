@@ -297,6 +297,15 @@ def test_a_half_deleted_folder_still_counts_as_a_run(
     train(load_short_config(), tmp_path, overwrite=True, quiet=True)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_that_was_killed_at_its_beginning_is_replaced(
+    overwrite: bool, tmp_path: Path
+) -> None:
+    """Story: --overwrite said that the folder was not a run's."""
+    (tmp_path / "record.json").write_text("[{}]")
+    assert check_folder(tmp_path, overwrite=overwrite) == []
+
+
 FOREIGN = {
     "another program's checkpoints": "checkpoints/step-1/weights",
     "another program's tensorboard": "tensorboard/events.out.tfevents.1",

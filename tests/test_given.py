@@ -14,6 +14,7 @@ from torch import nn
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.errors import BadInput
+from ipu_pipe.job.overrides import describe
 from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
@@ -53,6 +54,16 @@ class Counting(torch.optim.SGD):
         super().step()
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
+
+
+def test_a_partial_is_described_by_all_that_it_binds() -> None:
+    """Story: runs with partial(f, 0.1) and partial(f, 0.9) were the same to a resume."""
+    loss = functools.partial(nn.CrossEntropyLoss(label_smoothing=0.5), 0.1, reduction="sum")
+    described = describe(loss)
+    assert described.name == "torch.nn.modules.loss.CrossEntropyLoss"
+    settings = described.settings
+    assert settings["argument 0"] == 0.1 and settings["label_smoothing"] == 0.5
+    assert settings["reduction"] == "sum"
 
 
 def test_an_optimizer_that_must_be_switched_is_refused(tmp_path: Path) -> None:

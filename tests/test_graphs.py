@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Callable, Dict, List, Tuple
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from ipu_pipe.backends.xla.devices import import_jax
@@ -378,6 +379,21 @@ def test_shared_and_unused_weights_have_a_sum_and_no_gradient() -> None:
     results = graphs.backward.graph.output_node().args[0]
     names = {name for name, result in zip(graphs.weights, results) if result is None}
     assert names == {"unused.weight", "unused.bias"}
+
+
+def test_a_graph_has_its_zeros_on_the_device_of_the_weight() -> None:
+    """Story: on CUDA the backward of a convolution would have mixed CPU and CUDA."""
+    tensors = [torch.empty(s, device="meta") for s in ((2, 4, 6, 6), (2, 3, 8, 8), (4, 3, 3, 3))]
+    graph = fx.Graph()
+    arguments = [graph.placeholder(name) for name in ("gradient", "x", "weight")]
+    for argument, tensor in zip(arguments, tensors):
+        argument.meta["val"] = tensor
+    sizes = ([4], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True])
+    both = graph.call_function(torch.ops.aten.convolution_backward.default, (*arguments, *sizes))
+    graph.output([graph.call_function(operator.getitem, (both, i)) for i in range(3)])
+    module_under_test._separate_weight_gradients(graph)
+    (zeros,) = (n for n in graph.nodes if n.target is torch.ops.aten.full.default)
+    assert zeros.kwargs["device"].type == "meta"
 
 
 def test_functional_dropout_is_refused_with_its_module() -> None:

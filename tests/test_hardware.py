@@ -198,11 +198,17 @@ def test_unknown_names_are_refused_with_the_known_ones(
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     with pytest.raises(BadInput, match=r"^hardware: this: .* python tools/measure_hardware.py"):
         read_hardware("this", "hardware")
+    # ended in "no such config file"
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: this\ndevices: 2\n")
+    with pytest.raises(BadInput, match=r"mine.yaml: extends: this: .* is not measured yet"):
+        read_hardware(str(mine))
     find_this_file().parent.mkdir(parents=True)
     find_this_file().write_text(
         dump_yaml({key: value for key, value in PLAIN.items() if key != "name"})
     )
     assert read_hardware("this").name == "this"
+    assert read_hardware(str(mine)).devices == 2
 
 
 def test_unavailable_devices_and_precisions_are_refused(plain_hardware: Hardware) -> None:

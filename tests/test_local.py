@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
-from ipu_pipe.local.blocks import BlockedModel, get_blocks
+from ipu_pipe.local.blocks import BlockedModel, get_blocks, observe_blocks
 from ipu_pipe.local.heads import AugLocal, TokenHead, make_head
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.loss import SumOfLosses
@@ -318,6 +318,14 @@ def test_the_projects_models_can_be_chunked(model: nn.Module, x: torch.Tensor) -
     assert len(outputs) == 3 and len({tuple(o.shape) for o in outputs}) == 1 and len(part) == 3
     assert torch.equal(blocked_model.eval()(x), model.eval()(x))
     assert set(model.state_dict()) < set(blocked_model.state_dict())
+
+
+def test_a_loss_that_fails_leaves_the_blocks_overlapping() -> None:
+    stages = [nn.Linear(4, 4) for _ in range(2)]
+    model, _ = make_blocks(nn.Sequential(*stages), torch.ones(2, 4), Structure(overlap=1), ["1"])
+    with pytest.raises(ZeroDivisionError):
+        observe_blocks(model, lambda output, y: 1 / 0, (torch.ones(2, 4), torch.zeros(2)))
+    assert get_blocks(model).overlap == 1
 
 
 def test_heads_of_layers_are_those_of_auglocal() -> None:

@@ -408,6 +408,16 @@ def test_an_unknown_weight_is_refused(weight: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "bfloat16_mixed"])
+def test_a_refused_weight_leaves_the_model_as_it_was(precision: str, tmp_path: Path) -> None:
+    """Story: the model stayed in bfloat16, or its forward under autocast."""
+    job = describe_run(weight="tests.test_loss_weight:nothing", precision=precision)
+    (fault,) = list_faults(ipu_pipe.train, out=tmp_path / "run", quiet=True, **job)
+    assert fault.startswith("loss_weight: ")
+    assert {p.dtype for p in job["model"].parameters()} == {torch.float32}
+    assert "forward" not in vars(job["model"])
+
+
 def test_tokens_are_the_labels_that_the_loss_does_not_ignore() -> None:
     y = torch.tensor([[1, 0, -100], [2, 3, 0]])
     ignored = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any, List
@@ -54,6 +55,19 @@ def test_batches_of_any_size_add_up() -> None:
         )
         assert result.metrics["top5"] == correct / 11
         assert result.metrics["top1"] == result.accuracy
+
+
+def test_a_loss_that_is_a_sum_is_reported_as_a_mean() -> None:
+    """Story: the sum of a batch was reported as the mean loss, 5.6 where that was 0.7."""
+    output, y = torch.randn(12, 3, dtype=torch.float64), torch.arange(12) % 3
+    y[2] = -100
+    expected = float(nn.functional.cross_entropy(output, y))
+    for sizes in ([12], [7, 5]):
+        loss = nn.CrossEntropyLoss(reduction="sum")
+        assert evaluate_metrics([], loss, output, y, sizes).loss == pytest.approx(expected)
+        squares = functools.partial(nn.functional.mse_loss, reduction="sum")
+        measured = evaluate_metrics([], squares, output, torch.zeros_like(output), sizes)
+        assert measured.loss == pytest.approx(float(output.square().sum()) / 12)
 
 
 def test_a_users_function_is_averaged_by_samples_and_an_object_keeps_its_sums() -> None:

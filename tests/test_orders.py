@@ -503,6 +503,8 @@ def test_an_older_backward_that_cannot_run_names_its_cell(
     ("zbv", {"stages_per_device": 4}, 8, 8, "stages_per_device: 4: "),
     ("gpipe", {"stages_per_device": 2}, 4, 4, "stages_per_device: 2: "),
     ("zb_h1", {"activation_limit": 2}, 4, 4, "method_args.activation_limit: 2: "),
+    # ended in a TypeError
+    ("zb_h1", {"split_backward": False}, 4, 4, "method_args.split_backward: false: "),
     ("rows", {}, 4, 4, "method_args.file: "),
     ("rows", {"file": "no/such.csv"}, 4, 4, "no/such.csv: "),
 ])  # fmt: skip

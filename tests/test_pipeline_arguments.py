@@ -3,6 +3,7 @@ and the same effect on two ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from pathlib import Path
@@ -409,6 +410,25 @@ def test_rank_0_has_the_whole_model_or_every_rank(tmp_path: Path) -> None:
             torch.save(model.state_dict(), tmp_path / f"{name}.pt")
         loop.close()
     run_in_group(2, compare_whole_models, tmp_path)
+
+
+def change_on_rank_0(rank: int, folder: Path) -> None:
+    loop = Loop(SHARDED["pipedream"], **ON_TWO)
+    loop.run(0, 1)
+    refused = pytest.raises(RuntimeError, match="^whole_model: .* were changed on one rank")
+    with refused if rank == 0 else contextlib.nullcontext(), loop.pipe.whole_model() as model:
+        if model is not None:
+            next(model.parameters()).data.zero_()
+    # the stage of rank 0 has the change, and other stages have not
+    with pytest.raises(RunFault, match="an earlier call has failed" if rank == 0 else "rank 0"):
+        loop.run(1, 2)
+    loop.pipe.abort()
+
+
+@pytest.mark.slow
+@needs_processes
+def test_weights_that_one_rank_has_changed_are_not_trained_on(tmp_path: Path) -> None:
+    run_in_group(2, change_on_rank_0, tmp_path)
 
 
 # ---- evaluation and prediction

@@ -19,9 +19,10 @@ from torch.optim.swa_utils import AveragedModel
 
 import ipu_pipe
 from ipu_pipe.backends.processes import lost_ranks
-from ipu_pipe.errors import BadInput, Divergence, RunFault
+from ipu_pipe.errors import BadInput, Divergence, RunFault, find_user_fault
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.pipeline.batches import Microbatch, copy_memory
+from ipu_pipe.pipeline.turns import Turns
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.store.checkpoint import WRAPPERS, load_weights
 from tests.support.loops import make_perceptron
@@ -193,6 +194,36 @@ def test_a_second_thread_is_refused_by_name() -> None:
     thread.join()
     assert pipe.updates == 2
     train(pipe, 1)
+
+
+def test_a_call_beside_one_that_just_begins_is_refused() -> None:
+    """Story: the newest call's thread was looked at, also after it had ended: its next call was let in
+    beside another thread's that had the lock, and not yet its own name there.
+    """
+    turns = Turns()
+    with turns.take("whole_model"):
+        pass
+    assert turns._lock.acquire(blocking=False)
+    with pytest.raises(RuntimeError, match="^predict: another thread is in a call: "):
+        with turns.take("predict"):
+            pass
+
+
+def test_a_fault_of_an_evaluation_counts_the_steps_of_randomized_methods() -> None:
+    """Story: it counted updates of single stages: "before update 4" after two steps of two stages."""
+
+    def fail_in_evaluation(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            raise ZeroDivisionError
+        return cross_entropy(output, y)
+
+    keys: Dict[str, Any] = {"stages": ["2"], "microbatches": 1}
+    pipe = make_pipeline("randomized_pipedream", fail_in_evaluation, **keys)
+    train(pipe, 2)
+    with pytest.raises(ZeroDivisionError) as caught:
+        pipe.evaluate([make_batch(9)])
+    fault = find_user_fault(caught.value)
+    assert str(fault).startswith("evaluation before update 2: ")
 
 
 # ---- copies, and pipelines that share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Type
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.update.coupling import Coupling, find_coupling
 from ipu_pipe.update.optimizer import ELEMENTWISE
@@ -225,6 +227,26 @@ def test_eval_of_an_optimizer_reaches_the_weights_that_are_evaluated(
     assert outputs[0] != outputs[1]
     if method == "gpipe" and precision is None:
         assert torch.equal(weights, train_plainly(Averaging, change_nothing))
+
+
+def test_a_collected_pipeline_leaves_the_optimizer_to_the_next_one() -> None:
+    """Story: the first pipeline was collected after the second one had taken the optimizer, whose
+    `eval` then switched the caller's object alone: steps trained on the weights of evaluation.
+    """
+    first = make_pipeline("gpipe", Averaging)
+    first.step(*make_batch(0))
+    first.close()
+    model, optimizer = first.model, first.optimizer.optimizer
+    keys = {"method": "gpipe", "stages": ["2"], "microbatches": 2}
+    second = ipu_pipe.Pipeline(model, cross_entropy, optimizer, **keys)
+    del first
+    gc.collect()
+    second.step(*make_batch(1))
+    optimizer.eval()
+    with pytest.raises(RuntimeError, match="^step: the optimizer is in evaluation mode"):
+        second.step(*make_batch(2))
+    second.close()
+    assert not {"eval", "train"} & set(vars(optimizer))
 
 
 @needs_processes

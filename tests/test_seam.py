@@ -4,6 +4,7 @@ or of the literal replay that does the act itself, or is refused by name (`tests
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 from unittest import mock
@@ -428,3 +429,40 @@ def test_walks_are_drawn_with_every_method_and_act() -> None:
     assert {act for walk in walks for acts in walk.plan.values() for act in acts} == set(ACTS)
     drawn = {(walk.method, str(walk.args)) for walk in walks}
     assert drawn == {(name, str(args)) for name, args in STALE} | {(m, "{}") for m in FLUSHING}
+
+
+# ---- values of a loss
+
+factor = torch.ones(1)
+
+
+def multiply(output: torch.Tensor, y: torch.Tensor, **keys: Any) -> torch.Tensor:
+    return output.sum() * factor * keys["factor"]
+
+
+def test_values_of_a_loss_that_have_one_name_are_all_seen() -> None:
+    """Story: a change of a bound argument was not seen beside a global of its name."""
+    model = torch.nn.Linear(2, 2)
+    bound = torch.ones(1)
+    loss = functools.partial(multiply, factor=bound)
+    objects = seam.Objects(model, torch.optim.SGD(model.parameters(), 0.1), loss)
+    looked = seam.Seam("poptorch", objects)
+    bound.mul_(2)
+    assert [change.where for change in looked.list_changes()] == ["loss.factor"]
+    factor.mul_(2)
+    places = [change.where for change in looked.list_changes()]
+    assert places == ["loss.factor", "loss.factor (2)"]
+
+
+# ---- changes in `whole_model`
+
+
+def test_checksums_of_a_model_see_complex_buffers_and_the_order_of_rows() -> None:
+    """Story: two sums told whether weights had changed: of real tensors alone, whatever the order."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("phase", torch.tensor([1j]))
+    before = seam.compute_checksums(model)
+    model.weight.data.copy_(model.weight.data.flip(0))
+    model.phase.data.mul_(2)
+    after = seam.compute_checksums(model)
+    assert [name for name in before if before[name] != after[name]] == ["weight", "phase"]

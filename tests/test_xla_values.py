@@ -241,6 +241,25 @@ def test_a_change_inside_whole_model_is_taken_over(make: Any, change: Any) -> No
 
 
 @pytest.mark.slow
+def test_rows_in_another_order_inside_whole_model_are_taken_over() -> None:
+    """Story: sums of each weight were compared, which its rows in another order do not change."""
+
+    def make() -> nn.Module:
+        # in float32, whose sums in double precision are exact
+        model = make_plain().float()
+        model[0] = Composed(lambda m, x: m.inner(x.float()), inner=nn.Linear(WIDTH, WIDTH))  # type: ignore[operator]
+        return model
+
+    def flip_rows(model: Any, loss: Any) -> None:
+        weight = model[1].inner.weight.data
+        weight.copy_(weight.flip(0))
+
+    case = Case(make, take_plain, flip_rows)
+    expected = train_xla_case(case, "emulator", True)
+    assert measure_gap(expected, train_xla_case(case, "xla", True)) < 1e-5
+
+
+@pytest.mark.slow
 def test_a_change_of_what_the_devices_change_is_refused_elsewhere() -> None:
     """The host's value is an old one."""
     case = Case(make_plain, Centered, lambda _, loss: loss.center.zero_())

@@ -4,6 +4,7 @@ faults at once.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from contextlib import suppress
@@ -215,9 +216,10 @@ def _read_layers(
         if not isinstance(name, str) or not name:
             raise BadInput(f"{source}: must be a file name")
         target = target.parent / name
-        # reading it says what is wrong with a name that no file can have
-        with suppress(OSError, ValueError):
-            target = target if target.exists() else find_shipped(name) or target
+        # not Path.exists, which raises for a name that no file can have: reading it says what is
+        # wrong
+        if not os.path.exists(target):
+            target = find_shipped(name) or target
     else:
         raise BadInput(f"{source}: more than {MOST_FILES} files extend one another, or in a circle")
     return layers[::-1]

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ipu_pipe.cut.cutting import Piece, cut_model, list_crossings
 from ipu_pipe.errors import BadInput, summarize
-from ipu_pipe.model.batch import list_tensors, map_tensors, sort_keys
+from ipu_pipe.model.batch import count_bytes, list_tensors, map_tensors, sort_keys
 from ipu_pipe.model.frames import find_running_line, find_user_frame
 from ipu_pipe.model.loss import Loss, call_loss, count_right, take_scores
 from ipu_pipe.model.modes import set_mode
@@ -177,11 +177,6 @@ class StageGraphs:
         return count_bytes(self.saved)
 
 
-def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors by their shapes."""
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def trace_stages(
     model: nn.Module, begins: Sequence[str], example: tuple[Any, Any], loss: Loss
 ) -> list[StageGraphs]:
@@ -243,8 +238,7 @@ class _Stage:
         self.inputs = [t for t in self.value_leaves if isinstance(t, torch.Tensor)]
         self.labels = [t for t in self.label_leaves if isinstance(t, torch.Tensor)]
         self.entering = list(entering) if entering is not None else [False] * len(self.inputs)
-        names = {id(t): name for name, t in reversed([*model.named_buffers()])}
-        names.update({id(t): name for name, t in reversed([*model.named_parameters()])})
+        names = {id(t): name for name, t in [*model.named_buffers(), *model.named_parameters()]}
         # by id, as the names are
         tensors = {id(t): t for t in piece.list_tensors()}
         self.weights = {names[i]: t for i, t in tensors.items() if t.requires_grad}
@@ -659,9 +653,8 @@ def _separate_weight_gradients(graph: fx.Graph) -> None:
                 node.target, (gradient, x, weight, *settings, [mask[0], False, False])
             )
             value = weight.meta["val"]
-            zeros = graph.call_function(
-                aten.full.default, (list(value.shape), 0), {"dtype": value.dtype}
-            )
+            kind = {"dtype": value.dtype, "device": value.device}
+            zeros = graph.call_function(aten.full.default, (list(value.shape), 0), kind)
             zeros.meta = dict(weight.meta)
             of_weight = graph.call_function(
                 node.target, (gradient, x, zeros, *settings, [False, *mask[1:]])

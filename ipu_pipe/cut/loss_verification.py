@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_map
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.cut.verification import change_values
 from ipu_pipe.errors import summarize
-from ipu_pipe.model.batch import call_model, clone_tensors, list_tensors
+from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor, list_tensors
+from ipu_pipe.model.devices import seed_random
 from ipu_pipe.model.loss import (
     BlockOutputs,
     Loss,
@@ -88,8 +89,8 @@ class LossTrial(NamedTuple):
         time.
         """
         seed = derive_seed("verification")
-        # this seeds the GPUs, the next line Python and numpy as well
-        torch.manual_seed(seed)
+        # this seeds the device, the next line Python and numpy as well
+        seed_random(seed, get_first_tensor(self.example[0]).device)
         RandomStates.from_seed(seed).write()
         # a copy, because a loss may write to its labels
         return compute_losses(self.loss, output, clone_tensors(self.example[1]))[0]

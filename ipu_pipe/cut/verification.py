@@ -25,7 +25,7 @@ from ipu_pipe.cut.crossing import (
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.model.batch import call_model, clone_tensors, flatten_tensors
-from ipu_pipe.model.devices import get_kind
+from ipu_pipe.model.devices import get_kind, seed_random
 from ipu_pipe.model.modes import set_mode
 from ipu_pipe.model.observation import ForwardEffects, has_equal_values, observe_effects
 from ipu_pipe.model.randomness import KeyedRandomness, derive_seed
@@ -202,7 +202,8 @@ def _run(
         for piece in pieces:
             # not train(), which would change the modes of the modules inside
             piece.training = training
-        randomness = KeyedRandomness(model, effects.draws, 0, flatten_tensors(x)[0].device)
+        device = flatten_tensors(x)[0].device
+        randomness = KeyedRandomness(model, effects.draws, 0, device)
         with contextlib.ExitStack() as hooks:
             hooks.callback(randomness.remove)
             # in evaluation hooks would keep some modules off their fast paths
@@ -211,7 +212,7 @@ def _run(
             # twice, because a model that counts its forwards may change in the second
             for _ in range(2 if training else 1):
                 # for draws that are not keyed, equal in both forwards
-                torch.manual_seed(derive_seed("verification"))
+                seed_random(derive_seed("verification"), device)
                 batch = clone_tensors(x)
                 with randomness.forward(0):
                     outputs, run_other_backwards = (

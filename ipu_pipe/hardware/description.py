@@ -14,6 +14,7 @@ are bytes, seconds, FLOPs and bytes per second. A bandwidth is that of one direc
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections import Counter
 from pathlib import Path
@@ -327,23 +328,16 @@ def read_hardware(source: Union[str, Mapping[str, Any]], key: str = "--hardware"
         return _validate({"name": "given", **source}, origins, key)
     path = _find_file(source, key)
     origins = {}
-    # what a description `extends` may be a shipped one
-    raw = read_yaml(path, origins, _find_shipped)
+    # what a description `extends` may be a named one
+    raw = read_yaml(path, origins, functools.partial(_find_named, key=f"{path}: extends"))
     return _validate({"name": THIS if source == THIS else path.stem, **raw}, origins, str(path))
 
 
 def _find_file(name: str, key: str) -> Path:
     """Return the file of a named description, or the user's own file."""
-    if name == THIS:
-        path = find_this_file()
-        if not path.is_file():
-            raise BadInput(
-                f"{key}: this: this machine is not measured yet: {COMMAND} writes {path}"
-            )
-        return path
-    shipped = _find_shipped(name)
-    if shipped is not None:
-        return shipped
+    named = _find_named(name, key)
+    if named is not None:
+        return named
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         known = list_hardware()
@@ -354,8 +348,17 @@ def _find_file(name: str, key: str) -> Path:
     return path
 
 
-def _find_shipped(name: str) -> Optional[Path]:
-    """Return the file of a named description, None if there is none."""
+def _find_named(name: str, key: str) -> Optional[Path]:
+    """Return the file of a named description, None if there is none. Raise `BadInput` for this
+    machine's if it is not measured.
+    """
+    if name == THIS:
+        path = find_this_file()
+        if not path.is_file():
+            raise BadInput(
+                f"{key}: this: this machine is not measured yet: {COMMAND} writes {path}"
+            )
+        return path
     return HARDWARE_FOLDER / f"{name}.yaml" if name in list_hardware() else None
 
 

@@ -21,6 +21,7 @@ from ipu_pipe.model.loss import (
     get_labels,
     get_plain_loss,
     is_cross_entropy,
+    is_sum,
     take_scores,
 )
 from ipu_pipe.model.precision import get_uncast_loss
@@ -103,13 +104,16 @@ def load_test_batches(
 class Tally:
     """Accumulate loss and metrics over test batches.
 
-    Cross-entropy is averaged over labels other than -100, other losses over samples.
+    Cross-entropy is averaged over labels other than -100, other losses over samples, and the sums
+    of a batch (`reduction="sum"`) as well.
     """
 
     def __init__(self, loss: Loss, metrics: Metrics = DEFAULT) -> None:
         self._loss = get_block_loss(loss)
         # the user's loss, without what the library puts around it
-        self._counts_labels = is_cross_entropy(get_uncast_loss(get_plain_loss(self._loss)))
+        plain = get_uncast_loss(get_plain_loss(self._loss))
+        self._counts_labels = is_cross_entropy(plain)
+        self._is_sum = is_sum(plain)
         # two sums: of the loss times its weight, and of the weight
         self._losses = MetricSums(self._sum_loss, 2)
         self._metrics = [metric.make_sums() for metric in metrics]
@@ -122,13 +126,14 @@ class Tally:
             metric.add(scores, get_labels(y), samples)
 
     def _sum_loss(self, output: Any, y: Any, samples: int) -> torch.Tensor:
-        """Return the loss times its weight, and the weight  # (2,)"""
+        """Return the loss times its weight, or the sum that it is, and the weight  # (2,)"""
         answers = count_right(take_scores(self._loss, output), y) if self._counts_labels else None
         loss = call_loss(self._loss, output, y).detach().double().reshape(())
         weight = torch.full_like(loss, samples) if answers is None else answers[1].double()
         # do not read the numbers here, because that would make a GPU wait; `where`, because a mean
         # over no label is NaN, which the weight 0 alone would not remove
-        return torch.stack([torch.where(weight > 0, loss * weight, torch.zeros_like(loss)), weight])
+        total = loss if self._is_sum else loss * weight
+        return torch.stack([torch.where(weight > 0, total, torch.zeros_like(loss)), weight])
 
     @property
     def sums(self) -> torch.Tensor:

@@ -139,7 +139,10 @@ def describe(value: Any) -> Description:
     (numbers and texts).
     """
     if isinstance(value, functools.partial):
-        return Description(name=qualify(value.func), settings=_select_plain(value.keywords))
+        inner = describe(value.func)
+        bound = {f"argument {i}": argument for i, argument in enumerate(value.args)}
+        settings = _select_plain({**bound, **value.keywords})
+        return inner.model_copy(update={"settings": {**inner.settings, **settings}})
     # what a function or a class has is no setting
     attributes = {} if hasattr(value, "__qualname__") else getattr(value, "__dict__", {})
     public = {

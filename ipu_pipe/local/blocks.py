@@ -33,7 +33,7 @@ from ipu_pipe.cut.verification import verify_pieces
 from ipu_pipe.errors import BadInput, raise_faults, summarize
 from ipu_pipe.local.heads import AugLocal, Heads, MakeHead, make_head
 from ipu_pipe.model.batch import call_model, get_first_tensor, join_arguments
-from ipu_pipe.model.devices import fork_random
+from ipu_pipe.model.devices import fork_random, seed_random
 from ipu_pipe.model.loss import BlockOutputs, Loss, Take, describe_output
 from ipu_pipe.model.modes import enter_training
 from ipu_pipe.model.observation import Observation, observe_effects, observe_training
@@ -101,7 +101,7 @@ class Blocks:
         device = get_first_tensor(x).device
         with fork_random(device):
             # a seed of their own: with or without heads the model's other draws are the same
-            torch.manual_seed(derive_seed(seed, HEADS))
+            seed_random(derive_seed(seed, HEADS), device)
             activations = [
                 get_activation(value, f"stages: {begin}:")
                 for begin, value in zip(begins, boundary_values)
@@ -316,9 +316,14 @@ def observe_blocks(model: nn.Module, loss: Loss, example: tuple[Any, Any]) -> Ob
     overlap = blocks.overlap
     # without duplicates, whose operations would be counted for the blocks' own
     blocks.overlap = 0
-    with restore_function(get_user_loss(loss)):
-        observation = observe_training(model, *example, lambda x, y: loss(call_model(model, x), y))
-    blocks.overlap = overlap
+    try:
+        with restore_function(get_user_loss(loss)):
+            observation = observe_training(
+                model, *example, lambda x, y: loss(call_model(model, x), y)
+            )
+    # also after a loss that fails
+    finally:
+        blocks.overlap = overlap
     if overlap:
         observation.effects = observe_effects(model, example[0])
     return observation

@@ -267,6 +267,17 @@ def list_generators(device: torch.device) -> list[Any]:
     return [torch.default_generator, *get_kind(device).list_generators(device.index)]
 
 
+def seed_random(seed: int, device: torch.device | None) -> None:
+    """Seed the CPU's generator, and that of `device` if it has one: those that `fork_random` puts
+    back.
+    """
+    # not torch.manual_seed, which seeds the caller's generators of all devices, too
+    torch.default_generator.manual_seed(seed)
+    if device is not None:
+        # of CUDA the module waits until the device is used, so that seeding starts none
+        get_kind(device).call("manual_seed", seed)
+
+
 @contextlib.contextmanager
 def fork_random(device: torch.device | None) -> Iterator[None]:
     """Put the CPU's generator, and that of `device` if it has one, back into its state at the end

@@ -328,18 +328,26 @@ def make_token_count(loss: Any) -> CountTokens:
 
     Raise `BadInput` for a sum over the labels, which weighs microbatches already.
     """
-    settings = loss.keywords if isinstance(loss, partial) else getattr(loss, "__dict__", {})
-    if settings.get("reduction", "mean") == "sum":
+    if is_sum(loss):
         raise BadInput(
             "loss_weight: tokens: the loss is a sum over the labels: must be their mean "
             "(reduction: mean)"
         )
-    ignored = settings.get("ignore_index")
+    ignored = _get_settings(loss).get("ignore_index")
     return CountTokens(ignored if isinstance(ignored, int) else IGNORED)
 
 
+def is_sum(loss: Any) -> bool:
+    """Return whether a loss is a sum over its batch, as torch's are with `reduction="sum"`."""
+    return bool(_get_settings(loss).get("reduction", "mean") == "sum")
+
+
+def _get_settings(loss: Any) -> Mapping[str, Any]:
+    return loss.keywords if isinstance(loss, partial) else getattr(loss, "__dict__", {})
+
+
 def is_cross_entropy(loss: Any) -> bool:
-    """Return whether a loss is cross-entropy as a mean over all labels but -100."""
+    """Return whether a loss is cross-entropy over all labels but -100, which weigh the same."""
     if isinstance(loss, nn.CrossEntropyLoss):
         return loss.weight is None and loss.ignore_index == IGNORED
     return loss is nn.functional.cross_entropy

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.devices import get_kind, list_generators
+from ipu_pipe.model.devices import fork_random, get_kind, list_generators
 
 # a bit that no seed of `derive_seed` has
 MARK_BIT = 1 << 63
@@ -76,13 +76,16 @@ class RandomStates(NamedTuple):
 
 
 @contextlib.contextmanager
-def restore_random_states() -> Iterator[None]:
-    """Put the global generators back into their states at the end of the block."""
+def restore_random_states(device: torch.device | None = None) -> Iterator[None]:
+    """Put the global generators, and that of `device` if it has one, back into their states at the
+    end of the block.
+    """
     states = RandomStates.read()
-    try:
-        yield
-    finally:
-        states.write()
+    with fork_random(device):
+        try:
+            yield
+        finally:
+            states.write()
 
 
 class KeyedRandomness:

@@ -84,9 +84,10 @@ def partition(
     Raise `BadInput` for unknown module names, impossible counts, or a weight of two stages that
     must be in one.
     """
+    is_named = stages is None or isinstance(stages, (list, tuple))
+    count, by, finest = (0, "", False) if is_named else _read_choice(stages)
     # marks, names and "finest" need no costs, which take a backward, too
-    balances = not (stages is None or isinstance(stages, (list, tuple)) or stages == "finest")
-    observation = observe_execution(model, example, counted=balances)
+    observation = observe_execution(model, example, counted=not is_named and not finest)
     if stages is None:
         marked = {c.name for c in observation.calls if getattr(c.module, "begins_stage", False)}
         part = build_partition(model, observation, open_stages(observation.calls, marked))
@@ -94,7 +95,6 @@ def partition(
         require_names(model, observation.calls, stages)
         part = build_partition(model, observation, open_stages(observation.calls, set(stages)))
     else:
-        count, by, finest = _read_choice(stages)
         groups = group_weights(model, observation)
         if finest:
             part = spread_weights(model, observation, groups, count or len(groups))

@@ -7,6 +7,7 @@ read them as they are now. Containers are looked into `DEPTH` levels deep.
 
 from __future__ import annotations
 
+import collections
 import functools
 from typing import Any, Iterator, NamedTuple, Optional, Sequence, Tuple
 
@@ -56,13 +57,20 @@ def list_attributes(name: str, table: Any) -> Iterator[Named]:
 
 def list_values_of(function: Any) -> Iterator[Named]:
     """Yield what a loss reads: attributes, weights and buffers, what it closes over, arguments that
-    are bound, and globals.
+    are bound, and globals; the second one of a name as `name (2)`.
     """
+    counts: collections.Counter[str] = collections.Counter()
+    for name, value, source in _walk_values_of(function):
+        counts[name] += 1
+        yield name if counts[name] == 1 else f"{name} ({counts[name]})", value, source
+
+
+def _walk_values_of(function: Any) -> Iterator[Named]:
     if isinstance(function, functools.partial):
         keywords = function.keywords.items()
         for name, value in (*_enumerate_names("argument", function.args), *keywords):
             yield name, value, None
-        yield from list_values_of(function.func)
+        yield from _walk_values_of(function.func)
         return
     if isinstance(function, nn.Module):
         for name, module in function.named_modules():

@@ -4,7 +4,6 @@ group, settings of heads.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Iterable, Mapping
 
 import torch
@@ -18,6 +17,7 @@ from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.stages import explain_too_many
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import describe_kind, list_some, show
+from ipu_pipe.update.optimizer import list_settings_of
 
 # seconds; as in a config
 DEADLINE = 300.0
@@ -254,14 +254,13 @@ def require_settings_of(
     # the constructors of PyTorch's own optimizers check values, and have no effect
     if not kind.__module__.startswith("torch.optim."):
         return
-    accepted = inspect.signature(kind.__init__).parameters
+    accepted = list_settings_of(kind)
     # constructors also check settings against one another: Nesterov needs momentum
     both = {**optimizer.defaults, **settings}
     try:
         kind(
             # a matrix, since Muon refuses other parameters
             [nn.Parameter(torch.zeros(1, 1))],
-            # AdamW has a default, decoupled_weight_decay, that its constructor does not take
             **{key: value for key, value in both.items() if key in accepted},
         )
     except (TypeError, ValueError, RuntimeError) as error:

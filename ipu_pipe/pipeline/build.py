@@ -38,6 +38,7 @@ from ipu_pipe.job.overrides import Overrides, describe_given, describe_optimizer
 from ipu_pipe.job.record import DTYPES, InitialWeights, Job, Length, Setup
 from ipu_pipe.local.blocks import get_blocks, measure_footprint, observe_blocks, verify_losses
 from ipu_pipe.model.batch import clone_tensors
+from ipu_pipe.model.devices import seed_random
 from ipu_pipe.model.loss import Loss, SumOfLosses, get_plain_loss
 from ipu_pipe.model.meta import build_on_meta
 from ipu_pipe.model.modes import enter_training
@@ -91,9 +92,9 @@ def set_up(
     objects = Overrides(model, data, loss, **others)
     objects.require_entries(config)
     require_device(config.backend.device)
-    # before the model is made, whose initial weights are drawn from these generators
-    _set_process_state(config)
     device = torch.device("meta" if by_shape else config.backend.device)
+    # before the model is made, whose initial weights are drawn from these generators
+    _set_process_state(config, device)
     if model is None:
         with build_on_meta() if by_shape else contextlib.nullcontext():
             model = make_model(config)
@@ -115,6 +116,7 @@ def set_up(
     facts = config.backend.facts
     method = resolve_method(config.method, config.method_settings())
     precision_row = resolve_precision(config.precision, method)
+    loss_weight = make_loss_weight(config, objects, loss_of_output)
     came_evaluating = enter_training(model)
     # convert the model last, so that an earlier failure leaves the caller's model as it was
     precision = ModelPrecision(
@@ -135,17 +137,19 @@ def set_up(
         # known with the first output (`check_model`)
         label_range=None,
         came_evaluating=came_evaluating,
-        loss_weight=make_loss_weight(config, objects, loss_of_output),
+        loss_weight=loss_weight,
     )
 
 
-def _set_process_state(config: Config) -> None:
-    """Set the numerics, the threads and all global random generators as the config says."""
+def _set_process_state(config: Config, device: torch.device) -> None:
+    """Set the numerics, the threads, the global random generators and that of `device` as the config
+    says.
+    """
     set_numerics(config.backend)
     if config.backend.threads:
         torch.set_num_threads(config.backend.threads)
     seed = derive_seed(config.seed, "model")
-    torch.manual_seed(seed)
+    seed_random(seed, device)
     # models and data sources may draw from Python's and numpy's generators too
     RandomStates.from_seed(seed).write()
 

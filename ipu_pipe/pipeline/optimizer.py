@@ -37,6 +37,7 @@ from ipu_pipe.update.optimizer import (
     Groups,
     RecordedSettings,
     copy_setting,
+    list_settings_of,
     spread_settings,
 )
 
@@ -98,11 +99,11 @@ def _fits(present: Any, value: Any, is_strict: bool) -> bool:
 def _ask_constructor(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> list[str]:
     """Return why torch's own class refuses settings, which each class checks when it is made."""
     kind = type(optimizer)
-    accepted = inspect.signature(kind.__init__).parameters
+    accepted = list_settings_of(kind)
     values = {
         key: value
         for key, value in settings.items()
-        if key in accepted and key != "params" and type(value) is not bool and value is not None
+        if key in accepted and type(value) is not bool and value is not None
     }
     # nesterov asks for a momentum
     values.update({key: settings[key] for key in ("nesterov", "amsgrad") if settings.get(key)})
@@ -599,7 +600,7 @@ class OptimizerHandle:
         """The settings that are compared between ranks, which the constructor of the optimizer
         takes: what it adds itself may be at another update.
         """
-        accepted = inspect.signature(type(self.optimizer).__init__).parameters
+        accepted = list_settings_of(type(self.optimizer))
         names = sorted(name for name in self.optimizer.defaults if name in accepted)
         return ComparedSettings(names, lambda k: self._digest(k, names))
 
@@ -715,9 +716,10 @@ class OptimizerHandle:
     def release(self) -> None:
         """Let the caller, or another pipeline, step the optimizer again."""
         self._hook.remove()
-        for name in MODES:
-            vars(self.optimizer).pop(name, None)
         reference = self._in_use.get(self.optimizer)
         # another handle may have claimed it since this one was released
-        if reference is not None and reference() in (self, None):
-            del self._in_use[self.optimizer]
+        if reference is None or reference() is not self:
+            return
+        for name in MODES:
+            vars(self.optimizer).pop(name, None)
+        del self._in_use[self.optimizer]

@@ -86,9 +86,9 @@ from ipu_pipe.pipeline.seam import (
     Change,
     Objects,
     Seam,
+    compute_checksums,
     explain_refusal,
     get_treatment,
-    sum_tensors,
 )
 from ipu_pipe.pipeline.sharding import PrepareStage
 from ipu_pipe.pipeline.state import (
@@ -661,8 +661,8 @@ class Pipeline:
                     is_copy = job.precision.is_sharded
                     # a rank without a copy has nothing to compare
                     whole = (copied or nn.Module()) if is_copy else self.model
-                    # by sums, because a write through .data leaves no other trace
-                    before = sum_tensors(whole)
+                    # by checksums, because a write through .data leaves no other trace
+                    before = compute_checksums(whole)
                     if self._seam is not None:
                         # the newest values are no changes of the caller's
                         self._seam.note_other_call()
@@ -670,8 +670,8 @@ class Pipeline:
                     if self._seam is not None and engine.leaves_weights_stale:
                         # a compiled program has these as they were: the next step must know
                         self._seam.keep_changes(("value", "loss"))
-                    has_changed = sum_tensors(whole) != before
-                # out of the context above, because a refusal breaks nothing
+                    has_changed = compute_checksums(whole) != before
+                # a refusal breaks a pipeline on processes: only some ranks may have the change
                 if has_changed and is_copy:
                     raise RuntimeError(
                         "whole_model: weights or buffers were changed in a copy of the sharded "
@@ -1064,9 +1064,12 @@ class Pipeline:
             self._handle.claim()
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
+            device = self._config.backend.device
+            # a device that is missing has no generator to restore
+            require_device(device)
             # building seeds the generators and runs the model; the loop's own draws must not change
             # by it
-            with restore_random_states():
+            with restore_random_states(torch.device(device)):
                 # other shapes on a rank would end in gloo's abort, which names no cause
                 compare_inputs(x)
                 # later ones are compared with each result

@@ -18,6 +18,7 @@ from typing import Any, Callable, Collection, List, Mapping, NamedTuple, Sequenc
 import torch
 from torch import nn
 
+from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.model.values import DEPTH, LONGEST, OF_TORCH, Place, list_values_of, name_place
 
 HOOKS = tuple(name for name in sorted(OF_TORCH) if name.endswith("_hooks"))
@@ -178,13 +179,10 @@ def _look_at_loss(objects: Objects) -> Picture:
     return Picture(picture, (list(picture.values()),))
 
 
-def sum_tensors(model: nn.Module) -> dict[str, str]:
-    """Return two sums of each weight and buffer, which a write through `.data` changes, too."""
+def compute_checksums(model: nn.Module) -> dict[str, int]:
+    """Return the checksum of each weight and buffer, which a write through `.data` changes, too."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with torch.no_grad():
-        doubles = {name: t.detach().double() for name, t in tensors.items() if not t.is_complex()}
-        # repr, because not a number is unequal to itself
-        return {name: repr((t.sum().item(), t.abs().sum().item())) for name, t in doubles.items()}
+    return {name: compute_checksum(tensor) for name, tensor in tensors.items()}
 
 
 def _describe(value: Any, depth: int = DEPTH) -> Any:

@@ -31,34 +31,36 @@ class Turns:
     def __init__(self, column: world.Column | None = None) -> None:
         self._column = column
         self._lock = threading.Lock()
-        # of the newest call, also after it has ended: read only while the lock is held
-        self._call = ""
-        self._thread = 0
+        # its thread and name; None also for a moment after it begins and before it ends
+        self._under_way: tuple[int, str] | None = None
 
     @contextlib.contextmanager
     def take(self, call: str) -> Iterator[None]:
         """Make `call` the one under way. Raise `RuntimeError` if there is one already."""
         # never wait: a call inside another one of the same thread would wait forever
         if self._lock.acquire(blocking=False):
-            self._call = call
-            self._thread = threading.get_ident()
+            self._under_way = threading.get_ident(), call
             try:
                 with world.enter(self._column):
                     yield
             finally:
+                # before the release, after which another thread sets its own
+                self._under_way = None
                 self._lock.release()
             return
-        is_nested = self._thread == threading.get_ident()
-        if is_nested and self._call == "whole_model" and call in IN_WHOLE_MODEL:
+        # read once, because another thread may end its call here
+        thread, outer = self._under_way or (None, "a call")
+        is_nested = thread == threading.get_ident()
+        if is_nested and outer == "whole_model" and call in IN_WHOLE_MODEL:
             yield
             return
         if is_nested:
             raise RuntimeError(
-                f"{call}: called inside {self._call}, by a callback, a loss, a model or the body "
-                f"of a `with`: call it when {self._call} has returned"
+                f"{call}: called inside {outer}, by a callback, a loss, a model or the body of a "
+                f"`with`: call it when {outer} has returned"
             )
         raise RuntimeError(
-            f"{call}: another thread is in {self._call}: a pipeline makes one call at a time: use "
+            f"{call}: another thread is in {outer}: a pipeline makes one call at a time: use "
             f"one thread, or a lock"
         )
 

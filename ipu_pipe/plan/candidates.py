@@ -178,9 +178,7 @@ def _list_accumulations(row: Method, depth: int, most: int) -> list[int]:
             return []
         return [
             # interleaved stages run whole rounds of devices
-            most - most % depth
-            if most > depth and not row.order.is_v and not row.order.fixed
-            else most
+            most - most % depth if not row.order.is_v and not row.order.fixed else most
         ]
     if row.pipeline is Timeline.FILL_DRAIN:
         # its halves: with fewer microbatches fewer activations are kept

@@ -72,7 +72,6 @@ def make_candidate(config: Config, depth: int) -> Candidate:
     """Return the config as a candidate on `depth` devices."""
     row = METHODS[config.method]
     schedule = config.method_args.schedule
-    default = 1 if row.order is None else row.order.stages_per_device
     return Candidate(
         config.method,
         depth,
@@ -80,7 +79,7 @@ def make_candidate(config: Config, depth: int) -> Candidate:
         config.micro_batch_size,
         config.gradient_accumulation,
         config.recomputes,
-        config.stages_per_device or default,
+        config.stages_per_device or row.stages_per_device,
         # None is the method's own schedule, as in the candidates of a search
         None if schedule in (None, row.pipeline.value) else Timeline(schedule),
     )
@@ -110,7 +109,7 @@ def choose_stages(
         unplanned = "method_args.blocks names the blocks, each of which is a stage"
     if unplanned is not None:
         raise BadInput(f"stages: {stages_text}: {unplanned}: must be names, a count or finest")
-    stages_per_device = 1 if method.order is None else method.order.stages_per_device
+    stages_per_device = method.stages_per_device
     count = None if processes is None else processes * stages_per_device
     if config.stages != "auto":
         # what the config says goes before the number of processes
@@ -234,7 +233,7 @@ def _cut_by_times(
             f"{hardware.devices} devices"
         )
     problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
-    stages_per_device = 1 if method.order is None else method.order.stages_per_device
+    stages_per_device = method.stages_per_device
     if count is not None and count <= len(units):
         shortage = _explain_shortage(config, hardware, count, stages_per_device)
         raise_faults([shortage] if shortage is not None else [])
@@ -321,13 +320,9 @@ def _explain_unpredicted(job: Job) -> str | None:
     ipu = job.config.backend.ipu
     # the IPUs of a config may hold several stages each
     devices = set(job.placement) if ipu is None or ipu.ipus is None else set(ipu.ipus)
-    if len(devices) < len(job.partition) // _count_stages_per_device(job.method):
+    if len(devices) < len(job.partition) // job.method.stages_per_device:
         return "stages: neighbours share a device: the planner predicts a device for each"
     return None
-
-
-def _count_stages_per_device(method: Method) -> int:
-    return 1 if method.order is None else method.order.stages_per_device
 
 
 def list_shortages(job: Job) -> list[str]:
@@ -338,7 +333,7 @@ def list_shortages(job: Job) -> list[str]:
         return []
     hardware = read_hardware(job.config.hardware, "hardware")
     shortage = _explain_shortage(
-        job.config, hardware, len(job.partition), _count_stages_per_device(job.method)
+        job.config, hardware, len(job.partition), job.method.stages_per_device
     )
     return [] if shortage is None else [shortage]
 
@@ -357,8 +352,7 @@ def list_counted_shortages(config: Config) -> list[str]:
     if not isinstance(stages, int) or _explain_unplanned(method, config.hardware) is not None:
         return []
     hardware = read_hardware(config.hardware, "hardware")
-    stages_per_device = _count_stages_per_device(method)
-    shortage = _explain_shortage(config, hardware, stages, stages_per_device)
+    shortage = _explain_shortage(config, hardware, stages, method.stages_per_device)
     return [] if shortage is None else [shortage]
 
 
@@ -371,7 +365,7 @@ def predict_config_cut(job: Job) -> ConfigCut:
     unpredicted = _explain_unpredicted(job)
     raise_faults([unpredicted] if unpredicted is not None else list_shortages(job))
     hardware = read_hardware(config.hardware, "hardware")
-    depth = len(job.partition) // _count_stages_per_device(job.method)
+    depth = len(job.partition) // job.method.stages_per_device
     begins = job.partition.begin_names()
     local_blocks = get_blocks(job.model)
     # the job's own heads are left out, since `_count_blocks` adds a head at every place of a cut

@@ -37,7 +37,7 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.launcher import describe_end
-from ipu_pipe.model.devices import get_kind, list_accelerators
+from ipu_pipe.model.devices import get_kind, list_accelerators, seed_random
 from ipu_pipe.model.randomness import RandomStates, derive_seed
 from ipu_pipe.pipeline.pipeline import Pipeline
 from ipu_pipe.report.analysis.text import format_table
@@ -418,7 +418,7 @@ def _train_plainly(trial: Trial) -> dict[str, torch.Tensor]:
 
 def _make_seeded_model(config: Config) -> torch.nn.Module:
     seed = derive_seed(config.seed, "model")
-    torch.manual_seed(seed)
+    seed_random(seed, torch.device(config.backend.device))
     RandomStates.from_seed(seed).write()
     return make_model(config)
 

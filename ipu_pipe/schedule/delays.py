@@ -66,7 +66,7 @@ def find_mean_delays(delay: Delay, stages: int, lags: IntArray | None) -> NDArra
         assert lags is not None, "the pipeline's lags replace a mean that is not stated"
         means = lags.astype(np.float64)
     elif len(delay.mean) in (1, stages):
-        means = np.broadcast_to(np.asarray(delay.mean, np.float64), (stages,)).copy()
+        means = np.broadcast_to(np.asarray(delay.mean, np.float64), (stages,))
     else:
         raise BadInput(
             f"method_args.hogwild.mean: {list(delay.mean)}: must be one number or one for each of "

@@ -222,6 +222,11 @@ class Method:
         return self.is_stale and (stages > 1 or self.delay is not None or self.history is not None)
 
     @property
+    def stages_per_device(self) -> int:
+        """The number of stages on each device: of its order, else one."""
+        return 1 if self.order is None else self.order.stages_per_device
+
+    @property
     def one_stage_reason(self) -> str | None:
         """The reason why all uses of a weight must be in one stage, with remedies; None if they
         need not be.
@@ -646,13 +651,17 @@ def _find_misfits(method: Method, settings: Mapping[str, Any]) -> list[str]:
         for key in settings
         if METHOD_OF_KEY.get(key, method.name) != method.name
     }
-    default = 1 if method.order is None else method.order.stages_per_device
+    default = method.stages_per_device
     changes_schedule = {"schedule", "turn", "hogwild", "constant_delay", "recompute"} & {*settings}
     takes_order = method.name in ASYNCHRONOUS_WITH_ORDER and not changes_schedule
     is_fixed = not takes_order if method.order is None else method.order.fixed
     if is_fixed and settings.get("stages_per_device", default) != default:
         reasons["stages_per_device"] = f"{method.name} has {default} on each device"
-    if settings.get("split_backward") and not takes_order:
+    # false says what is so, except of a method whose order decides by itself
+    sets_split = settings.get("split_backward") or (
+        "split_backward" in settings and method.order is not None
+    )
+    if sets_split and not takes_order:
         reasons["split_backward"] = (
             f"belongs to {' and '.join(ASYNCHRONOUS_WITH_ORDER)}, without another schedule, turn "
             f"or delay"

@@ -161,7 +161,7 @@ def compute_root_radius(loop: LoopGain, steps: Floats) -> Floats:
     coefficients = fixed + steps.reshape(-1, 1) * per_step  # (n, degree + 1); the first column is 1
     degree = len(fixed) - 1
     companion = np.zeros((len(coefficients), degree, degree))
-    companion[:, 0] = -coefficients[:, 1:] / coefficients[:, :1]
+    companion[:, 0] = -coefficients[:, 1:]
     companion[:, np.arange(1, degree), np.arange(degree - 1)] = 1
     return np.asarray(np.abs(np.linalg.eigvals(companion)).max(axis=1).reshape(steps.shape))
 

@@ -464,14 +464,15 @@ def _match_weights(
     names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_by_parameter.setdefault(parameter, []).append(name)
-    # a tied weight has several names
+    # the model's state has every name of a tied weight, and a file may have only one
+    tied: dict[str, torch.Tensor] = {}
     for names in names_by_parameter.values():
         present = [name for name in names if name in tensors]
         for name in present[1:]:
             if not torch.equal(tensors[name], tensors[present[0]]):
                 left_out[name] = f"differs from {present[0]}, which is the same weight of the model"
-        # the model's state has every name, and a file may have only one
-        tensors = {**{name: tensors[present[0]] for name in names if present}, **tensors}
+        tied.update({name: tensors[present[0]] for name in names if present})
+    tensors = {**tied, **tensors}
     for name in state:
         if name in tensors and state[name].shape != tensors[name].shape:
             left_out[name] = (

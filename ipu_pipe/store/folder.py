@@ -190,8 +190,9 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> l
         if not os.access(above, os.W_OK | os.X_OK):
             raise BadInput(f"--out: {above}: no permission to write")
         outputs = [name for name in OUTPUTS if (path / name).exists()]
-        # a run that was killed at its beginning leaves only this file
-        if outputs == ["record.json"]:
+        # a run that was killed at its beginning leaves only this file, which the next one replaces
+        is_begun = outputs == ["record.json"]
+        if is_begun:
             outputs = []
         for name in outputs:
             if (path / name).is_dir() != (name in FOLDERS):
@@ -202,7 +203,7 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> l
                 f"--out: {path}: contains another run ({outputs[0]}): give --resume, --overwrite "
                 f"or another folder"
             )
-        foreign = _find_foreign(path, outputs) if overwrite else None
+        foreign = _find_foreign(path, outputs) if overwrite and not is_begun else None
         if foreign is not None:
             why = "the folder is not a run's: give another folder, or empty it"
             raise BadInput(f"--overwrite: {path}: {foreign}: {why}")

@@ -19,7 +19,7 @@ from typing import NamedTuple, Sequence
 import torch
 from torch import nn
 
-from ipu_pipe.model.devices import fork_random
+from ipu_pipe.model.devices import fork_random, seed_random
 from ipu_pipe.update.optimizer import ELEMENTWISE, copy_group
 
 STEPS = 5
@@ -73,7 +73,7 @@ def _try(
     """Return how far parameters move in groups with gradients of these scales, and whether the
     optimizer has written into its groups; `first`: the number of the first parameter.
     """
-    torch.manual_seed(seed)
+    seed_random(seed, None)
     numbers = torch.Generator().manual_seed(0)
     shape = (len(SCALES), STEPS + 1, SIDE, SIDE)
     # float64, so that rounding lies far below TOLERANCE

@@ -262,6 +262,14 @@ ELEMENTWISE = (
 MOST_MOMENTS = 2
 
 
+def list_settings_of(kind: type[torch.optim.Optimizer]) -> list[str]:
+    """Return the settings that the constructor of a class of optimizers takes; torch adds defaults
+    that it does not take, such as AdamW's decoupled_weight_decay.
+    """
+    parameters = inspect.signature(kind.__init__).parameters
+    return [name for name in parameters if name not in ("self", "params")]
+
+
 def copy_setting(value: Any) -> Any:
     """Copy a setting; a learning rate may be a tensor that its scheduler changes in place."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
@@ -476,9 +484,7 @@ class _CopyFactory:
         }
 
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
-        # torch adds defaults that a constructor does not take, such as AdamW's
-        # decoupled_weight_decay
-        accepted = inspect.signature(self._kind.__init__).parameters
+        accepted = list_settings_of(self._kind)
         defaults = {key: value for key, value in self._defaults.items() if key in accepted}
         return self._kind(
             [subgroup for group in groups for subgroup in self._divide(group)], **defaults

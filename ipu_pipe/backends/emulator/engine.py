@@ -156,7 +156,7 @@ class EmulatorEngine(Engine):
 
     @property
     def update(self) -> int:
-        return self._emulator.update
+        return self._emulator.update // self._block_updates
 
     def give(self, k: int, cut: float) -> None:
         with attribute_faults(lambda: self._emulator.activity):
@@ -204,9 +204,8 @@ class EmulatorEngine(Engine):
         weights = []
         for replay in self._emulator.list_replays():
             batch = source.read(replay.microbatch, replay.replica)
-            update = self._emulator.update // self._block_updates
             batches.append(batch)
-            weights.append(source.weigh(batch, update, replay.microbatch, replay.replica))
+            weights.append(source.weigh(batch, self.update, replay.microbatch, replay.replica))
         # moved to the device one by one, when its replay comes
         return map(source.prepare, batches), weights
 
