@@ -277,7 +277,7 @@ class TrainingLoop:
         # an emulator does the work of all devices in one process, so its rate is not comparable
         # with a prediction
         predicted = None if job.config.backend.facts.emulates else predict_rate(job)
-        self.progress.say(format_closing(report, out, predicted))
+        self.progress.say(format_closing(job, report, out, predicted))
         return report
 
     def _write_averages(self) -> None:
