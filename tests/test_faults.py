@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ipu_pipe import launcher
 from ipu_pipe.backends.processes import collect, launch, lost_ranks
 from ipu_pipe.backends.processes.collect import wait_for_first_replica
 from ipu_pipe.backends.processes.launch import compare_requests, make_request
@@ -585,6 +586,21 @@ def test_a_user_fault_on_one_rank_is_reported_by_that_rank_alone(tmp_path: Path)
 
 
 # ---- workers
+
+
+def test_a_launcher_that_exits_while_torch_is_imported_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Story: the watchdog then watched the process that orphans get as their parent, for ever."""
+    parents: List[int] = []
+    monkeypatch.setattr(launcher, "end_with", lambda parent, line: parents.append(parent))
+    before = os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    launcher.end_with_launcher()
+    # a forked process has another parent than the one that imported the library
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    launcher.end_with_launcher()
+    assert parents == [before, 1]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
