@@ -85,13 +85,13 @@ class TrainingLoop:
         # None of a resumed run, whose start is not known
         self.loss_trend: LossTrend | None = None
         self.callbacks = Callbacks(callbacks if is_main() else ())
-        # all processes must know what rank 0's callbacks do: whether they may stop the run, whether
-        # after any update, ...
-        main = self.callbacks
         # in its groups, which checkpoints do not have
         self.written_settings: set[str] = set()
         if not all(type(part) in ELEMENTWISE for part in list_parts(job.optimizer)):
             job.rules.after_step = self._note_written_settings
+        main = self.callbacks
+        # all processes must know what rank 0's callbacks do: whether they may stop the run, whether
+        # after any update, ...
         self.has_callbacks, self.watches_updates, self.watches_gradients, job.keeps_whole = (
             run_on_main(
                 lambda: (

@@ -417,9 +417,7 @@ def _train_plainly(trial: Trial) -> dict[str, torch.Tensor]:
 
 
 def _make_seeded_model(config: Config) -> torch.nn.Module:
-    seed = derive_seed(config.seed, "model")
-    torch.manual_seed(seed)
-    RandomStates.from_seed(seed).write()
+    RandomStates.from_seed(derive_seed(config.seed, "model")).write()
     return make_model(config)
 
 
