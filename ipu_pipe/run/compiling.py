@@ -45,6 +45,11 @@ class CompiledStage:
     version: int
     version_by_shape: int
 
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether all passes compile."""
+        return not any(one.fault for one in self.passes.values())
+
 
 # ---- compiling
 
@@ -212,16 +217,11 @@ def format_stages(job: Job, where: Topology, stages: Sequence[CompiledStage]) ->
     return "\n".join(lines)
 
 
-def _list_faults(stage: CompiledStage) -> list[str]:
-    """List why passes of a stage do not compile."""
-    return [one.fault for one in stage.passes.values() if one.fault]
-
-
 def _judge(device: int, job: Job, where: Topology, stages: Sequence[CompiledStage]) -> str:
     """Return the line that says whether the stages of a device fit in its memory."""
     here = [stage for s, stage in enumerate(stages) if job.placement[s] == device]
     # the bytes of such a pass are not known, and a sum without them might seem to fit
-    if any(_list_faults(stage) for stage in here):
+    if not all(stage.is_compiled for stage in here):
         return f"device {device}: does not fit: a pass does not compile"
     total = sum(stage.needed for stage in here)
     if where.memory_bytes is None:
@@ -248,7 +248,7 @@ def write_hardware(where: Topology, title: str, stages: Sequence[CompiledStage])
     return its file, None if no description of the family is shipped, or a pass does not compile.
     """
     # such a pass keeps nothing in its sums, and the padding of the others is not that of all
-    if any(_list_faults(stage) for stage in stages):
+    if not all(stage.is_compiled for stage in stages):
         return None
     family = where.name.partition(":")[0]
     base = HARDWARE_FOLDER / f"{family}.yaml"
