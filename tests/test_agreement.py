@@ -180,6 +180,7 @@ def fail_on_rank_0_alone(rank: int, folder: Path) -> None:
         ipu_pipe.train(out=folder / "state", callbacks=[Unsaved()], **make_net_arguments(Net()))
 
 
+@pytest.mark.slow
 def test_a_fault_of_rank_0_alone_ends_all_ranks_with_its_reason(tmp_path: Path) -> None:
     """Story: the others waited for rank 0, and named it as lost."""
     run_in_group(2, fail_on_rank_0_alone, tmp_path)
