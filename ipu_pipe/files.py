@@ -32,13 +32,26 @@ def parse_path(value: str | os.PathLike[str], key: str) -> Path:
     """Return the path that `value` names. Raise `BadInput`, about `key`, for text that no file's
     name can hold.
     """
+    why = explain_impossible_path(value)
+    if why:
+        raise BadInput(f"{key}: {show(value)}: {why}")
+    return Path(value)
+
+
+def explain_impossible_path(value: str | os.PathLike[str]) -> str:
+    """Return why no file can have the name `value`, "" if one can."""
     try:
         if b"\0" in os.fsencode(value):
             raise ValueError("embedded null byte")
+        os.lstat(value)
     # half a character is a UnicodeEncodeError
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{key}: {show(value)}: cannot be a path: {error}") from None
-    return Path(value)
+        return f"cannot be a path: {error}"
+    # for a name that is too long pathlib raises wherever it is only asked
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"cannot be a path: {error.strerror}"
+    return ""
 
 
 def open_file(path: Path, most_bytes: int = MOST_WEIGHTS_BYTES) -> BinaryIO:

@@ -18,6 +18,9 @@ MOST_RANKS = 10**6
 ORPHANED = 1
 WATCHDOG_THREAD = "ipu_pipe orphans"
 WATCHDOG_SECONDS = 0.5
+# this process and its parent, before torch is imported: if the launcher exits meanwhile, the process
+# gets another parent
+_STARTED = (os.getpid(), os.getppid())
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,10 @@ def end_with(parent: int, line: str = "") -> None:
 
 def end_with_launcher() -> None:
     """End this process when the launcher that started it is gone."""
-    end_with(os.getppid(), "error: the launcher of this process has exited, so this process exits")
+    process, parent = _STARTED
+    # a forked process has the numbers of the one that it was forked from
+    parent = parent if process == os.getpid() else os.getppid()
+    end_with(parent, "error: the launcher of this process has exited, so this process exits")
 
 
 def _watch(parent: int, line: str) -> None:

@@ -82,6 +82,13 @@ def test_as_much_time_is_the_most_updates_that_fit(accumulate: int, steps: Any) 
     assert chosen.lr_schedule.warmup_steps == -(-4 * 2 // accumulate)  # as many samples
 
 
+def test_data_without_a_length_bound_no_update() -> None:
+    """Story: after both runs had trained, the comparison ended in a traceback."""
+    first = make_summary("pipedream", 375, 2, updates_per_epoch=None)
+    chosen = fit_into_time(load_short_config("method=gpipe", "steps=375"), 4, first, 1506)
+    assert chosen is not None and chosen.steps == 107
+
+
 @pytest.mark.parametrize("accumulate", [4, 16])
 def test_the_experiment_at_equal_time_has_these_settings(accumulate: int) -> None:
     path = Path(DIGITS).parent / "experiments" / "equal_time.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 from pathlib import Path
@@ -12,7 +13,11 @@ import torch
 from torch import nn
 
 import ipu_pipe
+from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.schema import BackendConfig
+from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.run import loop
+from ipu_pipe.store import checkpoint
 from tests import forked
 from tests.support.processes import run_in_group
 from tests.support.runs import DIGITS, assert_same, list_faults, needs_processes
@@ -133,6 +138,52 @@ def train_again(rank: int, folder: Path) -> None:
 def test_a_trained_model_and_values_that_a_checkpoint_replaces_agree(tmp_path: Path) -> None:
     run_in_group(2, train_again, tmp_path)
     assert_same(*(torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)))
+
+
+class Unsaved(ipu_pipe.Callback):
+    """A callback whose state no checkpoint can hold."""
+
+    def state(self) -> Any:
+        return 1 / 0
+
+
+def refuse_to_write(*args: Any, **keys: Any) -> Any:
+    raise OSError(errno.ENOSPC, "disk full")
+
+
+# file of the run -> (where its writing fails, settings and arguments of the run)
+REFUSED: Dict[str, Any] = {
+    "config": ((loop, "write_text"), {}),
+    "checkpoint": ((checkpoint, "write_tensors"), {}),
+    "averages": ((checkpoint, "save_tensors"), {"ema": {"decay": 0.5}, "checkpoint": None}),
+}
+
+
+def fail_on_rank_0_alone(rank: int, folder: Path) -> None:
+    """Check as one rank that faults of rank 0 are raised on every rank."""
+    for error in (RunFault("disk full"), KeyError("disk full"), BadInput("disk full")):
+
+        def fail(error: Exception = error) -> None:
+            raise error
+
+        expected = type(error) if rank == 0 or isinstance(error, BadInput) else RunFault
+        with pytest.raises(expected, match="disk full"):
+            run_on_main(fail)
+    for name, (place, keys) in REFUSED.items():
+        arguments = make_net_arguments(Net(), **keys)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(*place, refuse_to_write)
+            with pytest.raises((OSError, RunFault), match="disk full"):
+                ipu_pipe.train(out=folder / name, **arguments)
+    with pytest.raises(RunFault if rank else ZeroDivisionError, match="division by zero"):
+        ipu_pipe.train(out=folder / "state", callbacks=[Unsaved()], **make_net_arguments(Net()))
+
+
+@pytest.mark.slow
+def test_a_fault_of_rank_0_alone_ends_all_ranks_with_its_reason(tmp_path: Path) -> None:
+    """Story: the others waited for rank 0, and named it as lost."""
+    run_in_group(2, fail_on_rank_0_alone, tmp_path)
 
 
 def make_model_by_rank() -> nn.Module:

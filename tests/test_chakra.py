@@ -197,6 +197,22 @@ def test_averages_and_norms_are_collectives_of_their_groups(tmp_path: Path) -> N
         assert [n.attributes["comm_type"] for n in collectives] == [0, 0]
 
 
+@pytest.mark.parametrize("end", [500, 1000, 1500])
+def test_no_node_needs_a_later_one_where_starts_are_equal(end: int, tmp_path: Path) -> None:
+    """Story: of two events with one start the shorter one came first, but its node second."""
+    events = [
+        Event(0, 0, "forward", 0, 0, 1000, 0, None),
+        Event(0, 0, "send", 0, 0, end, -1, 64, 1, "activations"),
+        Event(0, 0, "update", 0, 0, 0, 1, None),
+        Event(1, 1, "recv", 0, 2000, 2000, -1, 64, 0, "activations"),
+        Event(1, 1, "forward", 0, 2000, 2000, 0, None),
+    ]
+    trace = Trace(Events.from_rows(events), Counters.from_rows([]), {"device_of_stage": [0, 1]})
+    graphs = write_graphs(tmp_path, trace)
+    assert [node.name for node in graphs[0].values()] == ["U0", "F0", "send 0"]
+    assert [node.name for node in graphs[1].values()] == ["recv 0", "F0"]
+
+
 def test_what_has_no_graph_is_refused_by_name(tmp_path: Path) -> None:
     events = Events.from_rows([Event(0, 0, "collective", -1, 0, 5, -1, None)])
     with pytest.raises(BadInput, match="collectives"):

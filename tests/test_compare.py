@@ -393,6 +393,62 @@ def test_the_values_that_a_loop_was_made_with_count_as_the_loop() -> None:
     assert not describe_loop(print)
 
 
+WIDTH = 64
+SETTINGS = {"width": [64], "make": make_widened}
+
+
+class Named:
+    size = 1
+
+    @staticmethod
+    def read() -> int:
+        return WIDTH
+
+
+def read_default(width: int = WIDTH) -> int:
+    return width
+
+
+@pytest.mark.parametrize(
+    ("loop", "place", "change"),
+    [
+        (lambda: WIDTH, globals(), {"WIDTH": 128}),
+        (lambda: SETTINGS["width"], SETTINGS, {"width": [128]}),
+        (lambda: [WIDTH for _ in range(2)], globals(), {"WIDTH": None}),
+        (lambda: Named.read(), globals(), {"WIDTH": {64}}),
+        (lambda: Named(), Named, {"size": 2}),
+        (lambda: read_default(), read_default, {"__defaults__": (128,)}),
+    ],
+)
+def test_the_constants_that_a_loop_reads_count_as_the_loop(
+    loop: Any, place: Any, change: Dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: after WIDTH = 64 became 128 the same call gave the old trainings."""
+    before = describe_loop(loop)
+    assert before and before == describe_loop(loop)
+    for name, value in change.items():
+        set_value = monkeypatch.setitem if isinstance(place, dict) else monkeypatch.setattr
+        set_value(place, name, value)
+    assert describe_loop(loop) != before
+
+
+def test_a_list_of_an_enclosing_function_counts_as_the_loop() -> None:
+    widths, long = [64], list(range(100_000))
+    widths_again = {"widths": widths, "again": None}
+    widths_again["again"] = widths_again
+
+    def loop(pipeline: Any, seed: int) -> Any:
+        return widths_again, long, print
+
+    before = describe_loop(loop)
+    assert len(before) < 2000
+    widths.append(128)
+    after = describe_loop(loop)
+    assert after != before
+    long[50_000] = 0
+    assert describe_loop(loop) != after
+
+
 def test_what_a_comparison_is_given_is_refused_in_one_line() -> None:
     """Story: these ended in a traceback."""
     for methods in ([{"method": "gpipe"}], {"a": {"method": ["gpipe"]}}):
@@ -628,7 +684,7 @@ def test_why_trainings_are_one_after_another_is_said(capsys):
     [
         ({"stages": 2}, "stages"),
         ({"hardware": "h100x8"}, "hardware"),
-        ({"loop": fit}, "loop"),
+        ({"loop": fit}, "loop.*line def fit"),
         ({"methods": {"gpipe": {"microbatches": 2}}}, "arguments"),
     ],
 )

@@ -4,6 +4,7 @@ is kept. XLA's CPU compiler stands for a TPU's where libtpu is not installed."""
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -92,11 +93,15 @@ def test_the_compiler_tells_the_bytes_of_each_pass_and_they_are_kept(
     # were left out without a word
     unknown = replace(small, memory_bytes=None)
     assert "device 1: needs " in compiling.format_stages(job, unknown, stages)
+    forward = stages[1].passes["forward"]
     stages[1].passes["forward"] = compilers.CompiledPass(fault="no sine")
+    # Story: the padding was written as confirmed, without the bytes of this stage
+    assert compiling.write_hardware(where, "here", stages) is None
     assert "device 1: does not fit: a pass" in compiling.format_stages(job, unknown, stages)
     record = json.loads(json.dumps(compiling.convert_to_record(job, where, stages)))
     assert record["stages"][1]["needed"] == stages[1].needed
 
+    stages[1].passes["forward"] = forward
     file = compiling.write_hardware(where, "here", stages)
     device = read_hardware(str(file)).device
     assert device.usable_bytes == 10**9 and device.activation_padding is not None
@@ -243,7 +248,7 @@ def compile_for_blackhole(graph: Any) -> compilers.CompiledPass:
 def test_tenstorrents_compiler_is_asked_in_its_own_environment(home: Path) -> None:
     facts = json.dumps({"argument": 7, "operations": {"add": 2}, "seconds": 0.5})
     folder = make_plugin_environment(
-        f"""echo; read file; cp "$file" "$HOME/seen"; echo '{facts}'
+        f"""echo; echo "$2" > "$HOME/asks"; read file; cp "$file" "$HOME/seen"; echo '{facts}'
         read file; echo 'loc("jit(run)/net.fc (aten.sin)/sine"(x)): error: no sine' >&2; echo '{{}}'
         read file; echo 'LLVM ERROR: no cosine' >&2; exit 3"""
     )
@@ -256,6 +261,8 @@ def test_tenstorrents_compiler_is_asked_in_its_own_environment(home: Path) -> No
     compiled = compilers.CompiledPass(argument=7, operations={"add": 2}, seconds=0.5)
     assert ask(lambda x: x + 1) == compiled
     assert "stablehlo.add" in (folder / "seen").read_text()
+    # it ends with this process, whose number it is told
+    assert int((folder / "asks").read_text()) == os.getpid()
     # it is kept, so the next program is the process's second
     assert ask(lambda x: x + 1) == compiled
     fault, _, log = ask(lambda x: x + 2).fault.partition(" (/")
@@ -276,7 +283,10 @@ def test_a_compiler_that_ends_between_two_programs_is_a_fault_and_begins_again(h
         return compilers.compile_or_read(graph, [torch.zeros(8)], where, None)
 
     assert ask(lambda x: x + 1).argument == 7
+    process = where.compile.__self__._process
     assert ask(lambda x: x + 2).fault.startswith("no reason (/")
+    # Story: it stayed as a zombie, with its pipes
+    assert process.returncode is not None and process.stdin.closed and process.stdout.closed
     assert ask(lambda x: x + 2).argument == 7
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ipu_pipe import launcher
 from ipu_pipe.backends.processes import collect, launch, lost_ranks
 from ipu_pipe.backends.processes.collect import wait_for_first_replica
 from ipu_pipe.backends.processes.launch import compare_requests, make_request
@@ -544,6 +545,25 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_progresses(
     assert now >= 400 and not evaluated
 
 
+def test_waits_of_an_earlier_object_lead_to_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: a pipeline after a failed one followed the waits of that failure, to a rank that was
+    well; and a rank could name itself as lost."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(lost_ranks, "NOTICE", 0.0)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+
+    def find_lost(rank: int, waits_for: Sequence[int]) -> List[int]:
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
+        with pytest.raises(LostRank) as error, lost_ranks.detect_lost_rank(waits_for):
+            raise RuntimeError
+        return error.value.ranks
+
+    assert find_lost(1, [2]) == [2] and find_lost(0, [0, 1]) == [2]
+    lost_ranks.CallRecord(is_shared=True).close()
+    assert find_lost(0, [0, 1]) == [1]
+    assert find_lost(1, [0]) == [0]
+
+
 def test_sigterm_ends_a_process_that_waits_outside_python() -> None:
     script = """
 import ctypes
@@ -585,6 +605,21 @@ def test_a_user_fault_on_one_rank_is_reported_by_that_rank_alone(tmp_path: Path)
 
 
 # ---- workers
+
+
+def test_a_launcher_that_exits_while_torch_is_imported_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Story: the watchdog then watched the process that orphans get as their parent, for ever."""
+    parents: List[int] = []
+    monkeypatch.setattr(launcher, "end_with", lambda parent, line: parents.append(parent))
+    before = os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    launcher.end_with_launcher()
+    # a forked process has another parent than the one that imported the library
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    launcher.end_with_launcher()
+    assert parents == [before, 1]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")

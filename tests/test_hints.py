@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, List
 
@@ -11,10 +12,10 @@ import torch.distributed.fsdp
 from torch import nn
 
 from ipu_pipe.config.faults import KEYS_ALSO_CALLED
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import BackendConfig, Config
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.pipeline.checks import check_modules
-from ipu_pipe.report.run_text import format_opening
+from ipu_pipe.report.run_text import format_closing, format_opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests.support.runs import list_faults
@@ -133,6 +134,41 @@ ALONE = "stages: with one stage there is no pipeline: "
 ])  # fmt: skip
 def test_one_stage_under_a_pipelines_method_is_reported(keys: List[str], is_expected: bool) -> None:
     assert (ALONE in format_opening(build(make_short_config(*keys)))) == is_expected
+
+
+# ---- the closing lines
+
+REPORT = {
+    "method": "gpipe", "model": {"stages": 2}, "steps": 2, "batch": {"global_batch_size": 8},
+    "initial": {"test_loss": 1.0}, "final": {"test_loss": 1.0, "train_loss": 1.0},
+    "stages": [{"forward_delay": 0, "weight_copies": 1}], "stopped": None, "finding": "no fall",
+    "utilization": None, "modelled_utilization": None, "planned_utilization": 0.5,
+    "throughput_samples_per_second": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys, advice", [
+    ([], "ipu-pipe stability RUN/config.yaml measures"),
+    (["backend.name=distributed"], "ipu-pipe stability RUN/config.yaml --set backend.name=emulator measures"),
+    (["backend.name=xla"], ""),
+    (["optimizer.name=adam", "optimizer.momentum=null"], ""),
+    (["method=local_greedy"], ""),
+])  # fmt: skip
+def test_the_closing_lines_advise_no_command_that_refuses_the_run(
+    keys: List[str], advice: str
+) -> None:
+    """Story: xla's runs were sent to a command that refuses xla."""
+    config = make_short_config(*keys)
+    job = build(config.model_copy(update={"backend": BackendConfig()}))
+    text = format_closing(replace(job, config=config), REPORT, Path("RUN"))
+    assert (advice in text) if advice else ("stability" not in text)
+    assert "finding: no fall; another optimizer.lr may help" in text
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_tensorboard_is_named_where_it_has_files(is_on: bool) -> None:
+    job = build(make_short_config(f"log.tensorboard={str(is_on).lower()}"))
+    assert ("tensorboard" in format_closing(job, REPORT, Path("RUN"))) == is_on
 
 
 # ---- diverged

@@ -260,6 +260,11 @@ def test_metrics_get_labels_whatever_the_loss_takes_and_leave_the_model(
         ("model: 3: must be a torch.nn.Module, or the folder", (3, X)),
         ("model: the class Linear: must be", (nn.Linear, X)),
         ("nowhere: no such folder or file", ("nowhere", X)),
+        # story: a value for the whole batch was an IndexError
+        (
+            "data: a dict: must be a DataSource, a loader, or tensors of one length",
+            (make_two_stage_model(), {"x": X, "scale": torch.tensor(2.0)}),
+        ),
         ("data: inputs: is of type ndarray: must be a tensor", (make_two_stage_model(), X.numpy())),
     ],
 )

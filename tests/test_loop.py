@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -16,7 +18,9 @@ import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.factories import make_data, make_model
-from ipu_pipe.report.provenance import find_commit
+from ipu_pipe.report import provenance
+from ipu_pipe.report.position import Position
+from ipu_pipe.report.provenance import find_commit, name_commit
 from ipu_pipe.run.train import train
 from ipu_pipe.store.checkpoint import load_weights, read_weights
 from tests.support.runs import DIGITS, list_faults, read_json
@@ -82,7 +86,32 @@ def test_early_stopping_on_an_unmeasured_metric_is_refused(tmp_path: Path) -> No
     with pytest.raises(
         BadInput, match="early_stopping.metric: accuracy: no evaluation computes it"
     ):
-        ipu_pipe.EarlyStopping("accuracy").on_evaluation(_make_moment(1, None))
+        ipu_pipe.EarlyStopping("accuracy").on_evaluation(
+            replace(_make_moment(1, None), metrics={"test_loss": 0.5})
+        )
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_never_the_best(odd: float) -> None:
+    """Story: after a NaN no evaluation was better, and the next checkpoint ended the run."""
+    stopping = ipu_pipe.EarlyStopping("accuracy", patience=2)
+    position = Position()
+    for step, value in enumerate((odd, 0.5, odd), 1):
+        assert stopping.on_evaluation(_make_moment(step, value)) is None
+        position.update = step
+        position.add_evaluation("test_accuracy", value)
+    assert (stopping.best, stopping.best_step, stopping.waited) == (0.5, 2, 1)
+    assert position.best == {"step": 2, "test_accuracy": 0.5}
+    never = ipu_pipe.EarlyStopping("accuracy", patience=1).on_evaluation(_make_moment(1, odd))
+    assert isinstance(never, ipu_pipe.Stop) and "not finite" in never.reason
+
+
+def test_an_evaluation_without_the_metric_neither_stops_nor_counts() -> None:
+    """Story: a metric that was undefined for one evaluation's samples ended the run, as unknown."""
+    stopping = ipu_pipe.EarlyStopping("accuracy", patience=1)
+    for step, value in enumerate((None, 0.5, None), 1):
+        assert stopping.on_evaluation(_make_moment(step, value)) is None
+    assert (stopping.best, stopping.waited) == (0.5, 0)
 
 
 def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
@@ -194,6 +223,19 @@ def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert find_commit(tmp_path) == {**commit, "dirty": True}
     monkeypatch.setenv("PATH", "")
     assert find_commit(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("dirty", "words"), [(False, ""), (True, " changed"), (None, " perhaps changed")]
+)
+def test_a_commit_whose_changes_are_unknown_is_named(
+    dirty: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: where git could not tell, a sweep ended in a TypeError before its first model."""
+    monkeypatch.setattr(
+        provenance, "find_commit", lambda folder: {"commit": "0123456789", "dirty": dirty}
+    )
+    assert name_commit(Path(), 4) == f"0123{words}"
 
 
 @pytest.mark.parametrize("schema", [1, 3, "x"])

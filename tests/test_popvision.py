@@ -56,6 +56,16 @@ def test_a_system_trace_shows_our_updates_and_poptorchs_tracepoints(
     ]  # fmt: skip
 
 
+def test_evaluations_and_checkpoints_have_the_version_of_the_updates(
+    poptorch: Any, tmp_path: Path
+) -> None:
+    """Story: a checkpoint after an evaluation had a version more than the updates made."""
+    path = write_trace(tmp_path / "a.pvti")
+    path.write_text(path.read_text() + json.dumps([1, "ipu_pipe", "checkpoint", 20_100, 5, []]))
+    events = read_trace(path).events
+    assert [event.version for event in events.rows()] == [1, 2, 3, 3, 3]
+
+
 def test_a_system_trace_is_read_as_text(
     poptorch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

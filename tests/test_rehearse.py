@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.job.factories import make_data
+from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.report.run_text import format_plan
 from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import build_for_planning, replace_missing_data
-from ipu_pipe.run.rehearsal import rehearse
+from ipu_pipe.run.rehearsal import _list_changes, rehearse
 from tests.command_line import CommandResult, run_here
 from tests.support.runs import DIGITS, ROOT, list_faults
 
@@ -84,6 +86,25 @@ def test_a_stage_over_memory_is_one_line_with_a_change_that_fits() -> None:
     stages = "stages={count: 2, by: hardware}"
     again = rehearse_pod("micro_batch_size=8192", stages, *changed)
     assert again.misfit is None
+
+
+@pytest.mark.parametrize("size, accumulate, sizes", [
+    (8, 4, [(4, 8), (2, 16), (1, 32)]),
+    (7, 4, [(2, 14), (1, 28)]),
+    (6, 1, [(3, 2), (1, 6)]),
+])  # fmt: skip
+def test_a_change_that_fits_leaves_the_samples_of_an_update(
+    size: int, accumulate: int, sizes: Any
+) -> None:
+    """Story: 4 microbatches of 7 became 9 of 3, an update of 27 samples."""
+    candidate = Candidate("gpipe", 1, 2, size, accumulate, True)
+    hardware = SimpleNamespace(device=SimpleNamespace(streaming_bytes=None))
+    cut: Any = SimpleNamespace(
+        problem=SimpleNamespace(hardware=hardware, streamed=False),
+        prediction=SimpleNamespace(candidate=candidate),
+    )
+    _, *changes = _list_changes(cut)
+    assert [(one.micro_batch_size, one.gradient_accumulation) for one, *_ in changes] == sizes
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])

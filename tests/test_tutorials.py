@@ -83,5 +83,5 @@ def test_all_pages_have_commands() -> None:
     }
     assert (
         pages_with_commands == {page.stem for page in PAGES} - {"README"}
-        and len(pages_with_commands) == 8
+        and len(pages_with_commands) == 7
     )

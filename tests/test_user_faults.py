@@ -15,7 +15,19 @@ import torch
 
 import ipu_pipe
 from ipu_pipe.backends.ranks import read_torch_version
-from ipu_pipe.cli import analyze, collect, compare, export, fetch_data, plan, schedule, train
+from ipu_pipe.cli import (
+    analyze,
+    check,
+    collect,
+    compare,
+    export,
+    fetch_data,
+    measure_hardware,
+    plan,
+    schedule,
+    stability,
+    train,
+)
 from ipu_pipe.errors import BadInput, run_command, summarize
 from ipu_pipe.files import open_file, parse_path, read_file
 from ipu_pipe.model.batch import get_first_tensor
@@ -287,40 +299,47 @@ def test_an_irregular_file_in_a_checkpoint_is_refused(kind: str, name: str, tmp_
 
 
 NUL = "a\0b"
-PYTHON: Dict[str, Callable[[], Any]] = {
-    "train": lambda: ipu_pipe.train(make_short_config(), NUL),
-    "train, a path": lambda: ipu_pipe.train(make_short_config(), Path(NUL)),
-    "load_config": lambda: ipu_pipe.load_config(NUL),
-    "predict": lambda: ipu_pipe.predict(NUL, torch.zeros(4, 64)),
-    "export": lambda: ipu_pipe.export(NUL, "new.safetensors"),
-    "export to": lambda: ipu_pipe.export("run", f"{NUL}.safetensors"),
-    "analyze_run": lambda: ipu_pipe.analyze_run(NUL),
-    "load_data": lambda: ipu_pipe.load_data("mnist", root=NUL),
-    "image_folder": lambda: ipu_pipe.load_data("image_folder", root=NUL),
-    "evaluate": lambda: evaluate_checkpoint(make_short_config(), NUL),
-    "rows": lambda: make_short_config(f"method_args.file={NUL}"),
-    "--out": lambda: train.main([DIGITS, "--out", NUL]),
-    "CONFIG": lambda: train.main([NUL]),
-    "--evaluate": lambda: train.main([DIGITS, "--evaluate", NUL]),
-    "--html": lambda: analyze.main(["run", "--html", NUL]),
-    "--to": lambda: export.main(["run", "--to", NUL]),
-    "--write": lambda: plan.main([DIGITS, "--hardware", "v100x8", "--write", NUL]),
-    "--file": lambda: schedule.main(
-        ["rows", "--stages", "2", "--microbatches", "4", "--file", NUL]
+PYTHON: Dict[str, Callable[[str], Any]] = {
+    "train": lambda name: ipu_pipe.train(make_short_config(), name),
+    "train, a path": lambda name: ipu_pipe.train(make_short_config(), Path(name)),
+    "load_config": lambda name: ipu_pipe.load_config(name),
+    "predict": lambda name: ipu_pipe.predict(name, torch.zeros(4, 64)),
+    "export": lambda name: ipu_pipe.export(name, "new.safetensors"),
+    "export to": lambda name: ipu_pipe.export("run", f"{name}.safetensors"),
+    "analyze_run": lambda name: ipu_pipe.analyze_run(name),
+    "load_data": lambda name: ipu_pipe.load_data("mnist", root=name),
+    "image_folder": lambda name: ipu_pipe.load_data("image_folder", root=name),
+    "evaluate": lambda name: evaluate_checkpoint(make_short_config(), name),
+    "rows": lambda name: make_short_config(f"method_args.file={name}"),
+    "--out": lambda name: train.main([DIGITS, "--out", name]),
+    "CONFIG": lambda name: train.main([name]),
+    "--evaluate": lambda name: train.main([DIGITS, "--evaluate", name]),
+    "--html": lambda name: analyze.main(["run", "--html", name]),
+    "--to": lambda name: export.main(["run", "--to", name]),
+    "--write": lambda name: plan.main([DIGITS, "--hardware", "v100x8", "--write", name]),
+    "--file": lambda name: schedule.main(
+        ["rows", "--stages", "2", "--microbatches", "4", "--file", name]
     ),
-    "--root": lambda: fetch_data.main(["mnist", "--root", NUL]),
-    "collect": lambda: collect.main([DIGITS, "--out", NUL]),
-    "compare": lambda: compare.main([DIGITS, "--out", NUL]),
+    "--root": lambda name: fetch_data.main(["mnist", "--root", name]),
+    "collect": lambda name: collect.main([DIGITS, "--out", name]),
+    "KEY=VALUE": lambda name: train.main([DIGITS, f"key={name}"]),
+    "stability": lambda name: stability.main([name]),
+    "RUN": lambda name: analyze.main([name]),
+    "check": lambda name: check.main(["--to", f"{name}/file"]),
+    "measure-hardware": lambda name: measure_hardware.main(["--out", f"{name}/file.yaml"]),
+    "init_from": lambda name: ipu_pipe.train(make_short_config(f"init_from={name}"), "run"),
+    "compare": lambda name: compare.main([DIGITS, "--out", name]),
 }
 
 
+@pytest.mark.parametrize("name", [NUL, "x" * 300], ids=["nul", "long"])
 @pytest.mark.parametrize("call", PYTHON)
-def test_a_path_with_a_nul_is_refused_in_a_line(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_path_that_no_file_can_have_is_refused_in_a_line(
+    call: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a path once raised "ValueError: embedded null byte"."""
+    """Such a path once raised "ValueError: embedded null byte", or an OSError."""
     monkeypatch.chdir(tmp_path)
-    assert list_faults(PYTHON[call])
+    assert list_faults(PYTHON[call], name)
     assert not list(tmp_path.iterdir())
 
 

@@ -4,6 +4,7 @@ their changes, and refuses by module and line what a graph cannot have."""
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import pytest
@@ -295,10 +296,34 @@ def test_a_refusal_names_module_and_line(name: str) -> None:
 def test_a_compiled_pass_is_told_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    notes = player.CompileNotes(2)
+    notes = player.CompileNotes([1e9, -1.0])
     for silent, lines in ((1e9, 0), (-1.0, 1)):
         monkeypatch.setattr(player, "SILENT_SECONDS", silent)
         for _ in range(2):
             with notes.note(silent, "stage 0's forward"):
                 pass
         assert capsys.readouterr().err.count("xla: compiled stage 0's forward") == lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method, frozen", [("dualpipe_v", None), ("gpipe", 1)])
+def test_as_many_passes_are_told_as_are_compiled(
+    method: str,
+    frozen: Optional[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Story: a schedule that mixes whole and split backwards ended with "5 of 4"."""
+    monkeypatch.setattr(player, "SILENT_SECONDS", -1.0)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    if frozen is not None:
+        model[frozen].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    keys = {"method": method, "stages": ["1", "2", "3"], "microbatches": 8, "backend": "xla"}
+    with ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, **keys) as pipe:
+        pipe.step(torch.randn(8, 2), torch.zeros(8, dtype=torch.long))
+    error = capsys.readouterr().err
+    counts = re.findall(r"\((\d+) of (\d+)\)", error)
+    assert counts and counts[-1][0] == counts[-1][1] == str(len(counts))
+    # nor is an update without weights
+    assert frozen is None or f"stage {frozen}'s update" not in error

@@ -327,10 +327,10 @@ def _describe_machine() -> str:
     """Return the line of a page that names the machine and the versions."""
     import torch
 
-    from ipu_pipe.report.provenance import describe_machine, find_commit
+    from ipu_pipe.report.provenance import describe_machine, name_commit
 
     machine = describe_machine()
-    commit = find_commit(ROOT)
+    commit = name_commit(ROOT, 12)
     memory = machine["memory_bytes"]
     parts = [
         str(machine["cpu"]),
@@ -340,11 +340,7 @@ def _describe_machine() -> str:
         f"threads of torch: {machine['threads']}",
         f"Python {platform.python_version()}",
         f"torch {torch.__version__}",
-        *(
-            []
-            if commit is None
-            else [f"commit {commit['commit'][:12]}" + " changed" * commit["dirty"]]
-        ),
+        *([] if commit is None else [f"commit {commit}"]),
     ]
     return f"Machine: {', '.join(parts)}."
 

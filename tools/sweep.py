@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -67,6 +67,7 @@ def make_parser() -> Parser:
 def main() -> None:
     """Run the command line."""
     args = make_parser().parse_args()
+    from ipu_pipe.report.provenance import name_commit
     from tests.third_party_zoo import MODELS
 
     unknown = [name for name in args.models or () if name not in MODELS]
@@ -75,7 +76,7 @@ def main() -> None:
     path, versions, commit = (
         args.out and args.out / "results.json",
         _read_versions(),
-        _find_commit(),
+        name_commit(Path(__file__).parent),
     )
     earlier = json.loads(path.read_text()) if path and path.is_file() else {}
     is_same = earlier.get("versions", versions) == versions
@@ -116,16 +117,6 @@ def _read_versions() -> Dict[str, str]:
     for name in ("torch", "torchvision", "timm", "transformers"):
         versions[name] = next(iter(distributions(name=name, path=[*sys.path, str(ASIDE)]))).version
     return versions
-
-
-def _find_commit() -> Optional[str]:
-    """Return the commit of this repository, with "changed" if files have changed since; None if it
-    is not known.
-    """
-    from ipu_pipe.report.provenance import find_commit
-
-    known = find_commit(Path(__file__).parent)
-    return None if known is None else known["commit"] + " changed" * known["dirty"]
 
 
 # ---- one model

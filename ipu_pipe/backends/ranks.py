@@ -18,7 +18,7 @@ from ipu_pipe.backends.processes.lost_ranks import (
     detect_lost_rank,
     is_store_there,
 )
-from ipu_pipe.errors import BadInput, RunFault, find_user_fault
+from ipu_pipe.errors import BadInput, RunFault, find_user_fault, summarize
 from ipu_pipe.launcher import read_launch
 
 Result = TypeVar("Result")
@@ -45,26 +45,40 @@ def are_joined() -> bool:
 
 
 def run_on_main(work: Callable[[], Result]) -> Result:
-    """Call `work` on the first rank alone. Return its result, or raise its `BadInput`, on every rank."""
+    """Call `work` on the first rank alone. Return its result on every rank, or raise its error
+    there: where it has not run, `BadInput` of the same lines or `RunFault` with the reason.
+    """
     if not are_joined():
         return work()
     outcome: list[Any] = [None]
+    error: Exception | None = None
     is_first = world.get_rank() == 0
-    if is_first and world.get_replica() == 0:
+    is_main = is_first and world.get_replica() == 0
+    if is_main:
         try:
-            outcome = [(work(), [])]
-        except BadInput as error:
+            outcome = [(work(), [], "")]
+        except Exception as raised:
+            error = raised
+            lines = raised.lines if isinstance(raised, BadInput) else []
+            reason = raised if isinstance(raised, RunFault) else find_user_fault(raised)
             # the other ranks wait in the broadcast below, so the fault travels with it
-            outcome = [(None, error.lines)]
+            outcome = [(None, lines, str(reason or summarize(raised)))]
     # rank 0 waits for the others
     with report_lost_rank(None if is_first else [world.name_rank(0)]):
         # columns that are replicas of one another must decide alike
         if is_first:
             world.broadcast_from_first_column(outcome)
         world.broadcast_object_list(outcome, source=0)
-    result, faults = outcome[0]
+    if error is not None:
+        raise error
+    result, faults, reason = outcome[0]
     if faults:
         raise BadInput(faults)
+    if reason:
+        fault = RunFault(reason)
+        # by the rank that has the traceback
+        fault.is_reported = True
+        raise fault
     return result  # type: ignore[no-any-return]
 
 
@@ -117,7 +131,7 @@ def report_once() -> Iterator[None]:
     except BaseException as error:
         fault = error if isinstance(error, (BadInput, RunFault)) else find_user_fault(error)
         # without a group each process prints its own
-        if fault is not None and are_joined():
+        if fault is not None and fault.is_reported is None and are_joined():
             fault.is_reported = not _claim_report()
         raise
 

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ipu_pipe.cli.arguments import COMMON, JSON, command, option
+from ipu_pipe.cli.arguments import COMMON, JSON, command, option, parse_file
 from ipu_pipe.errors import BadInput, raise_faults
 
 PROFILE = "profile.pop"
@@ -41,24 +41,24 @@ examples:
 @command(
     __doc__,
     EPILOG,
-    option("run", metavar="RUN", type=Path, help="a run's folder, or a trace file"),
+    option("run", metavar="RUN", type=parse_file, help="a run's folder, or a trace file"),
     option(
         "--against",
         metavar="RUN2",
-        type=Path,
+        type=parse_file,
         help="compare with another run in about ten lines; --json has all figures",
     ),
     JSON,
     option(
         "--html",
         metavar="FILE",
-        type=Path,
+        type=parse_file,
         help="write a self-contained page with a timeline to zoom into",
     ),
     option(
         "--to",
         metavar="FILE",
-        type=Path,
+        type=parse_file,
         help="write the events as a table, FILE.csv, FILE.sqlite or FILE.parquet, or for "
         "ui.perfetto.dev, FILE.pftrace, or for network simulators, FILE.et (Chakra, a file a rank)",
     ),
@@ -71,7 +71,7 @@ examples:
         "that are known: a regular expression with the groups (?P<kind>...) and, where a name has "
         "them, (?P<stage>...) and (?P<microbatch>...); may be repeated",
     ),
-    option("--png", metavar="FILE", type=Path, help="write the timeline as a picture"),
+    option("--png", metavar="FILE", type=parse_file, help="write the timeline as a picture"),
     *COMMON,
 )
 def main(args: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from ipu_pipe.config.values import MOST_COUNT
 from ipu_pipe.errors import BadInput, Parser, RunFault, find_user_fault
+from ipu_pipe.files import explain_impossible_path
 from ipu_pipe.shipped import find_config
 from ipu_pipe.text import escape_lines, find_nearest, show
 
@@ -168,8 +170,8 @@ def _find_settings(parser: Parser, args: argparse.Namespace) -> List[str]:
     # `what` is that of a tool of the clone: tools/stability.py draws figures
     positional = [getattr(args, name) for name in ("config", "what") if name in args]
     values = [value for one in positional for value in (one if isinstance(one, list) else [one])]
-    # a file's name may have an = in it
-    return [value for value in values if value and "=" in value and not Path(value).exists()]
+    # a file's name may have an = in it; os.path, because Path raises where a name is too long
+    return [value for value in values if value and "=" in value and not os.path.exists(value)]
 
 
 def _refuse_unknown(parser: Parser, words: Sequence[str]) -> None:
@@ -237,6 +239,14 @@ def parse_folder(text: str) -> Path:
     """
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r}: must name a folder")
+    return parse_file(text)
+
+
+def parse_file(text: str) -> Path:
+    """Convert an argument to a file's path. Refuse a name that no file can have."""
+    why = explain_impossible_path(text)
+    if why:
+        raise argparse.ArgumentTypeError(f"{show(text)}: {why}")
     return Path(text)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
-from ipu_pipe.cli.arguments import COMMON, JSON, command, option
+from ipu_pipe.cli.arguments import COMMON, JSON, command, option, parse_file
 from ipu_pipe.errors import RunFault, raise_faults
 
 EPILOG = """
@@ -25,7 +24,7 @@ examples:
     __doc__,
     EPILOG,
     JSON,
-    option("--to", type=Path, metavar="FILE", help="also write the JSON report into FILE"),
+    option("--to", type=parse_file, metavar="FILE", help="also write the JSON report into FILE"),
     *COMMON,
 )
 def main(args: argparse.Namespace) -> None:

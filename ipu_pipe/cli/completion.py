@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-from pathlib import Path
 
-from ipu_pipe.cli.arguments import command, option, parse_folder
+from ipu_pipe.cli.arguments import command, option, parse_file, parse_folder
 from ipu_pipe.errors import BadInput, Parser
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.shipped import COMMAND, find_configs
@@ -72,7 +71,7 @@ def make_script(shell: str) -> str:
                 action.choices = choices.get(action.dest, choices["method"])
             elif action.type is parse_folder:
                 action.complete = shtab.DIRECTORY
-            elif action.type is Path or action.dest in ("config", "what", "against"):
+            elif action.type is parse_file or action.dest in ("config", "what", "against"):
                 action.complete = shtab.FILE
         # the parent brings --help along
         subparsers.add_parser(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from ipu_pipe.cli.arguments import COMMON, command, int_in, option, parse_folder
+from ipu_pipe.cli.arguments import COMMON, command, int_in, option, parse_file, parse_folder
 
 EPILOG = """\
 examples:
@@ -29,7 +28,7 @@ def parse_step(text: str) -> int | str:
     option("run", type=parse_folder, metavar="RUN", help="the folder of a run, or of a checkpoint"),
     option(
         "--to",
-        type=Path,
+        type=parse_file,
         required=True,
         metavar="PATH",
         help="a file that ends in .safetensors, or a new folder",

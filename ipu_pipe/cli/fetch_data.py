@@ -5,9 +5,8 @@ official or a plain layout.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from ipu_pipe.cli.arguments import QUIET, command, option
+from ipu_pipe.cli.arguments import QUIET, command, option, parse_file
 
 
 def list_sets() -> str:
@@ -35,7 +34,10 @@ def list_sets() -> str:
     # without choices: those would import the table of the sets; `fetch` names the nearest
     option("name", metavar="NAME", help="one of the sets below"),
     option(
-        "--root", type=Path, metavar="DIR", help="folder in which the folder of the set is created"
+        "--root",
+        type=parse_file,
+        metavar="DIR",
+        help="folder in which the folder of the set is created",
     ),
     QUIET,
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ipu_pipe.cli.arguments import QUIET, command, int_in, option
+from ipu_pipe.cli.arguments import QUIET, command, int_in, option, parse_file
 from ipu_pipe.config.values import MOST_THREADS
 from ipu_pipe.errors import BadInput, guard_writing, raise_faults
 from ipu_pipe.files import write_text
@@ -17,7 +17,7 @@ from ipu_pipe.files import write_text
     "",
     option(
         "--out",
-        type=Path,
+        type=parse_file,
         metavar="FILE",
         help="YAML file to write (default: this machine's, in the user's cache)",
     ),

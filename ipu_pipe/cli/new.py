@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ipu_pipe.cli.arguments import COMMON, command, int_in, option, parse_counts
+from ipu_pipe.cli.arguments import COMMON, command, int_in, option, parse_counts, parse_file
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput
 
@@ -53,7 +53,10 @@ BATCH = 1024
         help="the most samples of an update (default %(default)s)",
     ),
     option(
-        "--out", type=Path, metavar="FILE", help="the config to write (default: MODEL_NAME.yaml)"
+        "--out",
+        type=parse_file,
+        metavar="FILE",
+        help="the config to write (default: MODEL_NAME.yaml)",
     ),
     option("--overwrite", action="store_true", help="replace FILE if it exists"),
     *COMMON,

@@ -8,10 +8,18 @@ import argparse
 import json
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Sequence
 
-from ipu_pipe.cli.arguments import COMMON, CONFIG, JSON, command, int_in, option, parse_names
+from ipu_pipe.cli.arguments import (
+    COMMON,
+    CONFIG,
+    JSON,
+    command,
+    int_in,
+    option,
+    parse_file,
+    parse_names,
+)
 from ipu_pipe.config.values import MOST_STAGES
 from ipu_pipe.errors import BadInput
 from ipu_pipe.plan.candidates import IN_LOCKSTEP, LOCAL, USUAL
@@ -137,7 +145,7 @@ def _parse_size(text: str) -> float:
     JSON,
     option(
         "--write",
-        type=Path,
+        type=parse_file,
         metavar="FILE",
         help="write the best configuration as a config for tools/train.py",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 
 from ipu_pipe.cli.arguments import COMMON, CONFIG, JSON, command, int_in, option, parse_positive
 from ipu_pipe.errors import BadInput
@@ -74,7 +75,8 @@ def examine_config(name: str, args: argparse.Namespace) -> None:
 
     # once more, as other names than CONFIG come here: tools/stability.py takes several
     path = find_config(name)
-    path = path / "config.yaml" if path.is_dir() else path
+    # os.path, because Path raises where a name is too long
+    path = path / "config.yaml" if os.path.isdir(path) else path
     config = load_config(path, args.set)
     options = {
         key: getattr(args, key)

@@ -16,6 +16,7 @@ from ipu_pipe.cli.arguments import (
     int_in,
     option,
     parse_counts,
+    parse_file,
     parse_folder,
     print_result,
 )
@@ -64,7 +65,7 @@ Exit codes: 0 done, 2 bad input, 1 fault while running, 130 Ctrl-C.
     ),
     option(
         "--evaluate",
-        type=Path,
+        type=parse_file,
         metavar="PATH",
         help="evaluate a run, a checkpoint or a state dict; print JSON",
     ),

@@ -210,7 +210,9 @@ def fit_into_time(config: Config, accumulate: int, first: Summary, slots: float)
     configured = config.gradient_accumulation
     # a device does two passes for each microbatch
     most = int(slots) // (2 * accumulate)
-    if most < 2 or accumulate > first["updates_per_epoch"] * configured:
+    # data without a length have no epoch to fill
+    per_epoch = first["updates_per_epoch"] or math.inf
+    if most < 2 or accumulate > per_epoch * configured:
         return None
     # played once, for more updates than fit: those that end in time are then counted
     longest = config.model_copy(update={"gradient_accumulation": accumulate, "steps": most})

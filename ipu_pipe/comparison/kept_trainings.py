@@ -7,15 +7,20 @@ trainings/gpipe-x0.3-seed1.json          one training, written in one step
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import hashlib
 import inspect
 import json
 import re
 import types
 from dataclasses import asdict
-from pathlib import Path
+from itertools import islice
+from pathlib import Path, PurePath
 from typing import Any, Callable, Iterator
 from urllib.parse import quote
+
+import torch
 
 from ipu_pipe.comparison.recording import LoopFunction
 from ipu_pipe.comparison.stage_times import Reference, StageTimes
@@ -24,8 +29,11 @@ from ipu_pipe.errors import BadInput, guard_writing
 from ipu_pipe.files import parse_path, read_file, write_text
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.store.folder import LOCK, lock_folder
+from ipu_pipe.text import show
 
 RECORD = "comparison.json"
+# the second in the body of a class inside a function
+GLOBAL_READS = ("LOAD_GLOBAL", "LOAD_NAME")
 
 
 class KeptTrainings:
@@ -52,6 +60,10 @@ class KeptTrainings:
         for name, value in self._key.items():
             if record[name] != value:
                 why = f"{name}: is another one than that of the comparison which is kept there"
+                if name == "loop":
+                    before = str(record[name]).splitlines()
+                    new = (line.strip() for line in value.splitlines() if line not in before)
+                    why += "".join(f", as it has the line {show(line)}" for line in islice(new, 1))
                 raise BadInput(f"out: {self._folder}: {why}: choose another folder")
         if record["times"] is not None:
             # times of another version have other fields, which is a TypeError
@@ -131,42 +143,38 @@ def open_kept(
 
 def describe_loop(run: Any) -> str:
     """Return the text by which a changed loop is noticed: its source, that of the functions and
-    classes of its file that it uses, and the plain values that it was made with. "" if no source
-    can be read.
+    classes of its file that it uses, and the plain values that all of these read, a line each. ""
+    if no source can be read.
     """
     source = getattr(run, "source", None)
     if source is not None:
         return str(source)
-    texts: dict[str, str] = {}
-    values: list[str] = []
-    seen: set[int] = set()
-    parts: list[Any] = [run]
     module = getattr(_unwrap(run), "__module__", "")
-    while parts:
-        part = parts.pop()
-        if isinstance(part, functools.partial):
-            parts += [part.func, *part.args, *part.keywords.values()]
-        elif inspect.ismethod(part):
-            parts += [part.__func__, part.__self__]
-        elif inspect.isfunction(part) or inspect.isclass(part):
-            name = part.__qualname__
+    sources: set[tuple[str, str]] = set()
+    lines: list[str] = []
+    seen: set[int] = set()
+    named_values: list[tuple[str, Any]] = [("", run)]
+    while named_values:
+        name, value = named_values.pop()
+        if _is_plain(value):
+            lines.append(f"{name} = {_format_plain(value)}")
+            continue
+        # objects may refer to one another in a circle
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if inspect.isfunction(value) or inspect.isclass(value):
             # code of other files is not followed, which would lead through all of torch
-            if part.__module__ != module or name in texts:
+            if value.__module__ != module:
                 continue
+            name = value.__qualname__
             # what was typed at a prompt has no source
             with contextlib.suppress(OSError, TypeError):
-                texts[name] = inspect.getsource(part)
-            parts += part.__bases__ if inspect.isclass(part) else []
-            for function in vars(part).values() if inspect.isclass(part) else [part]:
-                parts += _list_used(function) if inspect.isfunction(function) else []
-        elif isinstance(part, (bool, int, float, str)):
-            values.append(repr(part))
-        # objects may refer to one another in a circle
-        elif type(part).__module__ == module and id(part) not in seen:
-            seen.add(id(part))
-            parts += [type(part), *getattr(part, "__dict__", {}).values()]
+                sources.add((name, inspect.getsource(value)))
+        named_values += _list_read(name, value, module)
     # sorted, because a new order of definitions in the file is no change of the loop
-    return "\n".join([*(texts[name] for name in sorted(texts)), *sorted(values)]) if texts else ""
+    texts = [text for _, text in sorted(sources)]
+    return "\n".join([*texts, *sorted(lines)]) if texts else ""
 
 
 def _unwrap(run: Any) -> Any:
@@ -175,21 +183,77 @@ def _unwrap(run: Any) -> Any:
     return run
 
 
-def _list_used(function: types.FunctionType) -> list[Any]:
-    """List what a function reads outside of itself: functions and classes by global names, and the
-    values of an enclosing function.
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text or the like, or a collection of such."""
+    if isinstance(value, dict):
+        return all(map(_is_scalar, [*value, *value.values()]))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_scalar, value))
+    return _is_scalar(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    kinds = (bool, int, float, complex, str, bytes, PurePath, torch.dtype, torch.device)
+    return value is None or isinstance(value, kinds)
+
+
+def _format_plain(value: Any) -> str:
+    """Return a line for a plain value, which is the same in another process."""
+    # the order of a set of texts differs from process to process
+    text = repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+    # a list may be a whole data set
+    return text if len(text) < 200 else f"sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _list_read(name: str, value: Any, module: str) -> list[tuple[str, Any]]:
+    """List what a value of the file `module` leads to, under names that start with its own."""
+    if isinstance(value, functools.partial):
+        arguments: dict[Any, Any] = {**dict(enumerate(value.args)), **value.keywords}
+        return [(name, value.func), *((f"{name}({key})", arguments[key]) for key in arguments)]
+    if inspect.ismethod(value):
+        return [(name, value.__func__), (name, value.__self__)]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [(name, value.__func__)]
+    if isinstance(value, property):
+        return [(name, value.fget)]
+    if inspect.isfunction(value):
+        return [(f"{name}: {key}", one) for key, one in _list_used(value)]
+    if inspect.isclass(value):
+        # Python's own attributes, such as the number of the first line, are no values of the loop
+        is_values = {
+            key: not key.startswith("__") or inspect.isfunction(one)
+            for key, one in vars(value).items()
+        }
+        members = [(f"{name}.{key}", one) for key, one in vars(value).items() if is_values[key]]
+        return [*((name, base) for base in value.__bases__), *members]
+    if isinstance(value, dict):
+        return [(name, type(value)), *((f"{name}[{_describe(key)}]", value[key]) for key in value)]
+    if isinstance(value, (list, tuple)):
+        return [(name, type(value)), *((f"{name}[{i}]", one) for i, one in enumerate(value))]
+    if type(value).__module__ == module:
+        attributes = getattr(value, "__dict__", {})
+        return [(name, type(value)), *((f"{name}.{key}", attributes[key]) for key in attributes)]
+    return []
+
+
+def _list_used(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """List what a function reads outside of itself: globals, the values of an enclosing function,
+    and the defaults of its parameters.
     """
-    values = map(function.__globals__.get, _list_names(function.__code__))
-    codes = [value for value in values if inspect.isfunction(value) or inspect.isclass(value)]
-    return [*codes, *inspect.getclosurevars(function).nonlocals.values()]
+    names = dict.fromkeys(_list_names(function.__code__))
+    values = {name: function.__globals__[name] for name in names if name in function.__globals__}
+    enclosed = inspect.getclosurevars(function).nonlocals
+    defaults = {"defaults": function.__defaults__, "keyword defaults": function.__kwdefaults__}
+    return [*values.items(), *enclosed.items(), *(item for item in defaults.items() if item[1])]
 
 
 def _list_names(code: types.CodeType) -> list[str]:
-    """List the names that a function and those inside it read outside of themselves."""
+    """List the global names that a function and those inside it read."""
+    read = [one.argval for one in dis.get_instructions(code) if one.opname in GLOBAL_READS]
     # lambdas, inner functions and (before Python 3.12) comprehensions have code objects of their
     # own
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return [*code.co_names, *(name for part in inner for name in _list_names(part))]
+    return [*read, *(name for part in inner for name in _list_names(part))]
 
 
 def convert_to_json(value: Any) -> Any:

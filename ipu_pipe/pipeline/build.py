@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
@@ -21,6 +20,7 @@ from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.data import DataSource
 from ipu_pipe.data.loaders import LoaderData
 from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.files import parse_path
 from ipu_pipe.hardware.precision import resolve_precision
 from ipu_pipe.job.factories import (
     Placed,
@@ -197,7 +197,7 @@ def _load_initial_weights(
     state = model.state_dict()
     tensors = None
     try:
-        path = find_newest(Path(init_from.path))
+        path = find_newest(parse_path(init_from.path, "path"))
         tensors = read_weights(path)
         left_out, new = load_weights(model, tensors, str(path), heads_too, init_from.strict)
     except BadInput as error:

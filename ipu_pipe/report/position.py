@@ -51,7 +51,8 @@ class Position:
             self.best_name = name
             self.best_value = None
             self.best_step = None
-        if value is None or not self.update:
+        # no later value is better than a NaN, so it would stay the best
+        if value is None or not math.isfinite(value) or not self.update:
             return
         sign = 1 if prefers_greater(name.partition("_")[2]) else -1
         # of equal evaluations the first one stays the best

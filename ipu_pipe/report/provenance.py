@@ -90,6 +90,17 @@ def find_commit(folder: Path) -> dict[str, Any] | None:
     return {"repository": repository, "commit": commit, "dirty": dirty}
 
 
+def name_commit(folder: Path, digits: int = 40) -> str | None:
+    """Return the commit of the repository that holds `folder`, and whether tracked files have
+    changed since; None where there is no commit.
+    """
+    known = find_commit(folder)
+    if known is None:
+        return None
+    changes = {False: "", True: " changed", None: " perhaps changed"}
+    return f"{known['commit'][:digits]}{changes[known['dirty']]}"
+
+
 def _has_changes(repository: Path, commit: str, objects: Path, index: Path) -> bool:
     """Return whether tracked files differ from the commit.
 

@@ -8,6 +8,7 @@ from typing import Any, Mapping, Sequence
 from ipu_pipe.config.schema import Config
 from ipu_pipe.hardware.precision import MASTERS, MIXED
 from ipu_pipe.job.record import InitialWeights, Job, PlannedJob
+from ipu_pipe.job.stability import list_inapplicable
 from ipu_pipe.model.flops import HOW
 from ipu_pipe.model.modes import describe_modes
 from ipu_pipe.model.stages import describe_stages
@@ -262,11 +263,12 @@ def get_model_name(config: Config) -> str:
 
 
 def format_closing(
+    job: PlannedJob,
     report: Mapping[str, Any],
     folder: Path,
     predicted: tuple[str, float] | None = None,
 ) -> str:
-    """Format the readable summary at the end of a run; its last line is the throughput.
+    """Format the readable summary at the end of a job's run; its last line is the throughput.
     `predicted`: a hardware's name, and the samples per second predicted on it.
     """
     first = report["initial"]
@@ -290,9 +292,8 @@ def format_closing(
         lines.append(
             f"    {folder / 'trace.json.gz'}  timeline of each device: open it in ui.perfetto.dev"
         )
-    lines.append(
-        f"    {folder / 'metrics.jsonl'}  losses and rates by update; tensorboard --logdir {folder}"
-    )
+    tensorboard = f"; tensorboard --logdir {folder}" if job.config.log.tensorboard else ""
+    lines.append(f"    {folder / 'metrics.jsonl'}  losses and rates by update{tensorboard}")
     if (folder / "checkpoints").is_dir():
         lines.append(f"    {folder / 'checkpoints'}    weights")
     if report["stopped"] is not None:
@@ -304,8 +305,7 @@ def format_closing(
         )
     if report["finding"] is not None:
         lines.append(
-            f"  finding: {report['finding']}; another optimizer.lr may help: ipu-pipe "
-            f"stability {folder / 'config.yaml'} measures the curvature at this run's checkpoints"
+            f"  finding: {report['finding']}; another optimizer.lr may help{_advise_rate(job, folder)}"
         )
     measured = report["throughput_samples_per_second"]
     if predicted is not None and measured is not None:
@@ -326,6 +326,20 @@ def format_closing(
                 " (plan --measure times them), or other work kept the machine busy"
             )
     return "\n".join([*lines, format_throughput(report)])
+
+
+def _advise_rate(job: PlannedJob, folder: Path) -> str:
+    """Return how the stability of a job's run is measured, "" where the command refuses it."""
+    facts = job.config.backend.facts
+    # the command builds the job by its config alone, in one process
+    is_built = job.config.given is None and (facts.emulates or facts.uses_processes)
+    if not is_built or list_inapplicable(job):
+        return ""
+    change = "" if facts.emulates else " --set backend.name=emulator"
+    return (
+        f": ipu-pipe stability {folder / 'config.yaml'}{change} measures the curvature at this "
+        f"run's checkpoints"
+    )
 
 
 def _format_tests(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:

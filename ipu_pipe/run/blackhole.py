@@ -126,8 +126,12 @@ def end_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Compile the programs whose paths are read, and print a line of JSON for each."""
-    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    """Compile the programs whose paths are read, and print a line of JSON for each. The argument is
+    the process that asks.
+    """
+    # not os.getppid(): if that process is gone by now, this one has another parent
+    parent = int(sys.argv[1])
+    threading.Thread(target=end_with_parent, args=(parent,), daemon=True).start()
     # line by line: the other process waits for each answer
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     # the compiler prints to stdout

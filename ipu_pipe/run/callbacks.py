@@ -5,6 +5,7 @@ it may end the run.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
@@ -395,8 +396,8 @@ class EarlyStopping(Callback):
         """Compare with the best evaluation so far."""
         # the test set must not decide when to stop if there is another
         split = "validation" if "validation_loss" in now.metrics else "test"
-        value = now.metrics.get(f"{split}_{self.metric}")
-        if value is None:
+        name = f"{split}_{self.metric}"
+        if name not in now.metrics:
             # without test_ or validation_, as the key has it
             measured = ", ".join(
                 name.partition("_")[2] for name, value in now.metrics.items() if value is not None
@@ -405,8 +406,15 @@ class EarlyStopping(Callback):
                 f"early_stopping.metric: {self.metric}: no evaluation computes it: must be one of "
                 f"{measured}"
             )
+        value = now.metrics[name]
+        # undefined for the samples of this evaluation, which then says nothing
+        if value is None:
+            return None
         sign = 1 if self.mode == "max" else -1
-        if self.best is None or sign * (value - self.best) > self.min_delta:
+        # a value that is not finite would stay the best, and a checkpoint cannot hold it
+        if math.isfinite(value) and (
+            self.best is None or sign * (value - self.best) > self.min_delta
+        ):
             self.best = value
             self.best_step = now.step
             self.waited = 0
@@ -414,8 +422,10 @@ class EarlyStopping(Callback):
         self.waited += 1
         if self.waited < self.patience:
             return None
+        if self.best is None:
+            return Stop(f"{name} is not finite, for {self.waited} evaluations")
         return Stop(
-            f"{split}_{self.metric} is not better than {self.best:.6g} at step {self.best_step} "
+            f"{name} is not better than {self.best:.6g} at step {self.best_step} "
             f"for {self.waited} evaluations"
         )
 

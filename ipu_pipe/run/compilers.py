@@ -261,19 +261,21 @@ class BlackholeCompiler:
             "JAX_PLATFORMS": "cpu,tt",
             "TT_METAL_MOCK_CLUSTER_DESC_PATH": str(chip),
         }
-        process = subprocess.Popen(
-            [f"{folder}/bin/python", blackhole.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log.open("w"),
-            env=environment,
-            # it writes files into its working folder
-            cwd=self._folder,
-            text=True,
-        )
+        with self._log.open("w") as log:
+            process = subprocess.Popen(
+                [f"{folder}/bin/python", blackhole.__file__, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                # it writes files into its working folder
+                cwd=self._folder,
+                text=True,
+            )
         assert process.stdout is not None
         # an empty line says that it has begun
         if not process.stdout.readline():
+            _end(process)
             raise BadInput(
                 f"{KEY}: {BLACKHOLE}: Tenstorrent's compiler does not start: {self._read_log(0)}"
             )
@@ -307,8 +309,17 @@ class BlackholeCompiler:
         if not answer:
             # some faults end the compiler; the next program has another one
             del self._process
+            _end(process)
         facts = json.loads(answer or "{}")
         return CompiledPass(**facts) if facts else CompiledPass(fault=self._read_log(begin))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process that has closed its output, close the pipes to it, and wait for it."""
+    process.kill()
+    # what is still buffered for it is lost
+    with contextlib.suppress(BrokenPipeError), process:
+        pass
 
 
 # ---- compiling, and what is kept

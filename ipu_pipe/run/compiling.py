@@ -45,6 +45,11 @@ class CompiledStage:
     version: int
     version_by_shape: int
 
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether all passes compile."""
+        return not any(one.fault for one in self.passes.values())
+
 
 # ---- compiling
 
@@ -216,7 +221,7 @@ def _judge(device: int, job: Job, where: Topology, stages: Sequence[CompiledStag
     """Return the line that says whether the stages of a device fit in its memory."""
     here = [stage for s, stage in enumerate(stages) if job.placement[s] == device]
     # the bytes of such a pass are not known, and a sum without them might seem to fit
-    if any(one.fault for stage in here for one in stage.passes.values()):
+    if not all(stage.is_compiled for stage in here):
         return f"device {device}: does not fit: a pass does not compile"
     total = sum(stage.needed for stage in here)
     if where.memory_bytes is None:
@@ -240,8 +245,11 @@ def convert_to_record(job: Job, where: Topology, stages: Sequence[CompiledStage]
 
 def write_hardware(where: Topology, title: str, stages: Sequence[CompiledStage]) -> Path | None:
     """Write the description of the topology's hardware with the compiler's facts, for the planner;
-    return its file, None if no description of the family is shipped.
+    return its file, None if no description of the family is shipped, or a pass does not compile.
     """
+    # such a pass keeps nothing in its sums, and the padding of the others is not that of all
+    if not all(stage.is_compiled for stage in stages):
+        return None
     family = where.name.partition(":")[0]
     base = HARDWARE_FOLDER / f"{family}.yaml"
     saved = sum(stage.saved for stage in stages)

@@ -85,13 +85,13 @@ class TrainingLoop:
         # None of a resumed run, whose start is not known
         self.loss_trend: LossTrend | None = None
         self.callbacks = Callbacks(callbacks if is_main() else ())
-        # all processes must know what rank 0's callbacks do: whether they may stop the run, whether
-        # after any update, ...
-        main = self.callbacks
         # in its groups, which checkpoints do not have
         self.written_settings: set[str] = set()
         if not all(type(part) in ELEMENTWISE for part in list_parts(job.optimizer)):
             job.rules.after_step = self._note_written_settings
+        main = self.callbacks
+        # all processes must know what rank 0's callbacks do: whether they may stop the run, whether
+        # after any update, ...
         self.has_callbacks, self.watches_updates, self.watches_gradients, job.keeps_whole = (
             run_on_main(
                 lambda: (
@@ -126,7 +126,7 @@ class TrainingLoop:
         if not position.update:
             self.loss_trend = LossTrend(job.updates)
         # after `restore`: a checkpoint that is refused must leave the folder as it was
-        self._write_start()
+        run_on_main(self._write_start)
         self.progress.say(format_opening(job, position.update))
         if self.watches_gradients:
             engine.watch_gradients()
@@ -142,15 +142,14 @@ class TrainingLoop:
                 self._train()
                 self._finish_saving()
                 self._complete_metrics()
+                if job.rules.decay is not None:
+                    self._write_averages()
+                # before the engine closes, since on the emulator passes are run to be timed
+                profile = engine.profile()
+            engine.close()
         except BaseException as error:
             self._abort(error)
             raise
-        else:
-            if job.rules.decay is not None:
-                self._write_averages()
-            # before the engine closes, since on the emulator passes are run to be timed
-            profile = engine.profile()
-            engine.close()
         finally:
             if self.run:
                 self.run.close()
@@ -277,16 +276,20 @@ class TrainingLoop:
         # an emulator does the work of all devices in one process, so its rate is not comparable
         # with a prediction
         predicted = None if job.config.backend.facts.emulates else predict_rate(job)
-        self.progress.say(format_closing(report, out, predicted))
+        self.progress.say(format_closing(job, report, out, predicted))
         return report
 
     def _write_averages(self) -> None:
         """Write the averaged weights, with the newest buffers, into the run's folder."""
         state = self.engine.collect_state()
-        if state is not None and self.run is not None:
+
+        def write() -> None:
+            assert state is not None
             averages = select_averages(state, self.job.model)
             with atomic_file(self.out / "ema.safetensors") as file:
                 checkpoint.save_tensors(file, {**state.model, **averages})
+
+        run_on_main(write)
 
     def _restore_weights(self, step: int) -> None:
         """Load the weights of the checkpoint of `step` into the model, on every process that has a
@@ -527,12 +530,12 @@ class TrainingLoop:
         if settings is None:
             return
         state = engine.collect_state() if engine.checkpoint_group is None else engine.collect_part()
+        # rank 0 alone has callbacks
+        states = run_on_main(self.callbacks.collect_states)
         manifest = {}
         if state is not None:
             state = join_loss(state)
-            manifest = make_manifest(
-                self.job, position, state.plain, self.callbacks.collect_states()
-            )
+            manifest = make_manifest(self.job, position, state.plain, states)
             manifest["written_settings"] = sorted(self.written_settings)
             if self.written_settings and self.saver.newest is None:
                 self.progress.say(
@@ -552,9 +555,12 @@ class TrainingLoop:
         }
 
     def _finish_saving(self, waits: bool = True) -> None:
-        """Call the callbacks if the begun checkpoint is complete now. Raise `RunFault` if writing
-        failed.
+        """Call the callbacks if the begun checkpoint is complete now; every process waits at the
+        same places. Raise `RunFault` if writing failed.
         """
+        if waits:
+            # where rank 0 writes for all, its full disk ends the others, too
+            run_on_main(self.saver.wait)
         # a callback may want the whole model, which can be gathered only when the pipeline is empty
         if self.job.keeps_whole and not waits:
             return

@@ -111,8 +111,9 @@ def load_model(path: Path, into: nn.Module | None) -> nn.Module:
 def _list_inputs(data: Any, size: int) -> Iterator[Any]:
     """Yield batches of inputs, without the labels that they may have."""
     if isinstance(data, (torch.Tensor, Mapping)) or not isinstance(data, (DataSource, Iterable)):
-        counts = {len(value) for value in list_tensors(data) if value.dim()}
-        if len(counts) != 1:
+        # a tensor without dimensions has no length
+        counts = {len(value) if value.dim() else -1 for value in list_tensors(data)}
+        if len(counts) != 1 or -1 in counts:
             raise BadInput(
                 f"predict: data: {describe_kind(data)}: must be a DataSource, a loader, or tensors "
                 f"of one length"

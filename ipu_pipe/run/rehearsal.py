@@ -62,7 +62,11 @@ def rehearse(config: Config, say: Callable[[str], None] = lambda text: None) -> 
     job = build_for_planning(_shorten(config))
     # first: nothing else is worth its time if the devices refuse the run
     raise_faults(get_backend(job.config).predict_refusals(job))
-    cut, unpredicted = None, f"no prediction: {_describe_no_hardware(config)}"
+    cut = None
+    unpredicted = (
+        "no prediction: the config names no hardware: --set hardware=NAME, of configs/hardware or "
+        "a file"
+    )
     if config.hardware is not None:
         try:
             cut = predict_config_cut(job)
@@ -88,10 +92,6 @@ def rehearse(config: Config, say: Callable[[str], None] = lambda text: None) -> 
     verdict = misfit or f"fits {cut.problem.hardware.name} (predicted)"
     lines = [format_opening(job), "", *_format_stages(job, cut), "", tried, verdict]
     return Rehearsal("\n".join(lines), misfit)
-
-
-def _describe_no_hardware(config: Config) -> str:
-    return "the config names no hardware: --set hardware=NAME, of configs/hardware or a file"
 
 
 def _choose_hardware(config: Config, say: Callable[[str], None]) -> Config:
@@ -299,11 +299,13 @@ def _list_changes(cut: ConfigCut) -> Iterator[tuple[Candidate, bool, str]]:
     if not candidate.recompute:
         change = "recompute=true"
         yield replace(candidate, recompute=True), problem.streamed, change
+    # the samples of an update stay, because the learning rate was chosen for them
+    of_replica = candidate.micro_batch_size * candidate.gradient_accumulation
     samples = candidate.micro_batch_size
     while samples > 1:
-        samples //= 2
-        # the samples of an update stay, because the learning rate was chosen for them
-        accumulate = candidate.global_batch_size // (samples * candidate.width)
+        # half as many, or somewhat fewer
+        samples = next(count for count in range(samples // 2, 0, -1) if of_replica % count == 0)
+        accumulate = of_replica // samples
         changed = replace(
             candidate,
             recompute=True,

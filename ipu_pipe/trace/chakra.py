@@ -55,7 +55,7 @@ GROUPS = "## process_group:init ##"
 NORM_BYTES = 8
 
 
-# where a node stands among those of its rank: (start, index of the event, order)
+# where a node stands among those of its rank: (start, number of the event in their order, order)
 Place = Tuple[int, int, int]
 
 
@@ -108,11 +108,13 @@ class _Graph:
         self._number_groups(is_average, events.stage)
         self._number_groups(is_norm & (events.peer < 0), events.device // devices)
         is_ordered = events.is_kind(*ev.COMPUTE, *ev.OUTSIDE) | (self._group >= 0) | is_average
+        # the number of each event by start and, as an event of no length comes first, by end
+        self._number = np.empty(len(events.start), np.intp)
+        self._number[np.lexsort((events.end, events.start))] = np.arange(len(events.start))
         self._ordered: Dict[int, NDArray[np.intp]] = {}
         for device, places in ev.group_indices(events.device):
             of_device = places[is_ordered[places]]
-            order = np.lexsort((of_device, events.end[of_device], events.start[of_device]))
-            self._ordered[device] = of_device[order]
+            self._ordered[device] = of_device[np.argsort(self._number[of_device])]
         self._arrows = find_arrows(events, trace.metadata)
         # the place of what a device does before an event, as a list of one or none
         self._before: Dict[int, list[Place]] = {}
@@ -156,7 +158,7 @@ class _Graph:
             attributes["pg_name"] = ("string", str(group))
         name = make_name(event.kind, event.microbatch, int(self._named[index]), event.peer)
         return Node(
-            (event.start_ns, index, 0),
+            (event.start_ns, int(self._number[index]), 0),
             f"norms {event.microbatch}" if event.kind == ev.WAIT else name,
             COMPUTE if group < 0 else COLLECTIVE,
             [*before],
@@ -190,12 +192,14 @@ class _Graph:
             }
             # where no sends are recorded a pass stands for its own, and has its time already
             took = int((events.end - events.start)[source]) * bool(events.is_kind("send")[source])
-            place = (int(events.start[source]), source, 1)
+            place = (int(events.start[source]), int(self._number[source]), 1 + tag)
             needs = [ordered[maker].place] if maker >= 0 else []
+            # a send may start as its pass does, and end sooner
+            place = max([place, *((start, number, 1 + tag) for start, number, _ in needs)])
             nodes[sender].append(Node(place, f"send {microbatch}", SEND, needs, took, attributes))
             # [1] just before the pass that takes it, or where it was taken
-            at = ordered[taker].place if taker >= 0 else (int(events.start[target]), target, 1)
-            place = (at[0], at[1], at[2] - len(events.start) + tag)
+            at = target if taker < 0 else taker
+            place = (int(events.start[at]), int(self._number[at]), tag - len(self._arrows.source))
             needs = [*self._before.get(taker, [])]
             nodes[receiver].append(Node(place, f"recv {microbatch}", RECV, needs, 0, attributes))
             if taker >= 0:

@@ -51,7 +51,7 @@ def read_pvti(path: Path) -> Trace:
             counted[0] += 1
             counted[1] += end - start
             counted[2] = max(counted[2], end - start)
-            event = _make_event(channel, label, start, end, len(events))
+            event = _make_event(channel, label, start, end, events[-1].version if events else 0)
             if event is not None:
                 events.append(event)
     except (RuntimeError, AttributeError, ValueError, OSError) as error:
@@ -95,8 +95,10 @@ def _list_tracepoints(trace: Any) -> Iterator[tuple[str, str, int, int]]:
                 yield str(event.channel), str(event.label), start, start + length
 
 
-def _make_event(channel: str, label: str, start: int, end: int, before: int) -> Event | None:
-    """Return the event of a tracepoint of ours; None for any other one. `before`: events so far."""
+def _make_event(channel: str, label: str, start: int, end: int, version: int) -> Event | None:
+    """Return the event of a tracepoint of ours; None for any other one. `version`: of the weights
+    before it.
+    """
     if channel != CHANNEL:
         return None
     update = _UPDATE.fullmatch(label)
@@ -104,5 +106,5 @@ def _make_event(channel: str, label: str, start: int, end: int, before: int) -> 
         k = int(update.group(1))
         return Event(NO_STAGE, ALL_IPUS, Kind.UPDATE.word, k, start, end, k + 1, None)
     if label in OUTSIDE:
-        return Event(NO_STAGE, ALL_IPUS, label, -1, start, end, before, None)
+        return Event(NO_STAGE, ALL_IPUS, label, -1, start, end, version, None)
     return None

@@ -46,8 +46,7 @@ Value = TypeVar("Value")
 
 def gather(mail: Mail, value: Value) -> list[Value] | None:
     """Return every rank's value on rank 0, else None."""
-    # wait for all ranks first, because this wait has the deadline
-    mail.all_gather(torch.zeros(1))
+    mail.meet()
     values: Any = [None] * world.get_world_size() if world.get_rank() == 0 else None
     with detect_lost_rank(limit=mail.limit):
         world.gather_object(value, values, mail.group)
@@ -154,8 +153,7 @@ def broadcast_weights(
     `holders`: the result of `find_holders`; `placement`: the device, which is the rank, of each
     stage; `freed`: the tensors to copy into, all if None.
     """
-    # a wait with the deadline, which a broadcast of objects has not
-    mail.all_gather(torch.zeros(1))
+    mail.meet()
     freed_ids = None if freed is None else {id(tensor) for tensor in freed}
     # in the same order on all ranks, because a broadcast is collective
     for stage in sorted({*holders.values()}):
@@ -413,8 +411,7 @@ class Evaluation:
                         ]
                 self._predicted += 1
         self._mail.flush()
-        # wait for all ranks first, because this wait has the deadline
-        self._mail.all_gather(torch.zeros(1))
+        self._mail.meet()
         with detect_lost_rank(limit=self._mail.limit):
             world.broadcast_object_list(outputs, layout.placement[last], self._mail.group)
         return outputs[0]

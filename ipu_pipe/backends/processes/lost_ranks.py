@@ -14,7 +14,6 @@ published nothing: that one is lost, hangs, or computes for too long.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import pickle
@@ -50,7 +49,7 @@ NOTICE = 1.0
 # with the beginning of a dump's path
 DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-# prefix of the store's keys: rank -> the ranks that it waited for, as JSON
+# prefix of the store's keys: object and rank -> the ranks that it waited for, as JSON
 WAITS = "ipu_pipe/waits"
 # the rank that keeps the store if the launcher does not
 KEEPER = 0
@@ -140,8 +139,8 @@ def detect_lost_rank(
 ) -> Iterator[None]:
     """Raise `LostRank` for any error inside the context, which may call torch.distributed only.
 
-    `ranks`: the global ranks that this one waits for (default: all others of its pipeline);
-    `limit`: the limit of the wait (default: the process group's). `runs_other_code`: the context
+    `ranks`: the global ranks that this one waits for, which may be among them (default: all of its
+    pipeline); `limit`: the limit of the wait (default: the process group's). `runs_other_code`: the context
     runs a caller's code, too, so that only errors of torch.distributed count.
     """
     start = time.monotonic()
@@ -156,15 +155,14 @@ def detect_lost_rank(
         store: Any = world.get_store()
         seconds = (store.timeout if limit is None else limit).total_seconds()
         # by global ranks, as messages to people name them
-        others = [rank for rank in world.list_names() if rank != dist.get_rank()]
+        here = dist.get_rank()
+        others = [r for r in (world.list_names() if ranks is None else ranks) if r != here]
         # the others' waits began a little sooner or later than this one, and may have a longer
         # limit
         is_late = time.monotonic() - start >= seconds
         grace = WARM_UP + seconds / 10 if is_late else NOTICE
         dump = _dump_flight_recorder() if is_late else None
-        raise LostRank(
-            _find_culprits(store, others if ranks is None else ranks, grace), seconds, dump
-        ) from error
+        raise LostRank(_find_culprits(store, others, grace), seconds, dump) from error
 
 
 def _dump_flight_recorder() -> str | None:
@@ -212,7 +210,7 @@ def _find_culprits(store: Any, ranks: Sequence[int], grace: float) -> list[int]:
     try:
         if not is_store_there(where):
             raise TimeoutError
-        answer_within(ANSWER, lambda: store.set(f"{WAITS}/{here}", json.dumps(waits[here])))
+        answer_within(ANSWER, lambda: store.set(_name_waits(here), json.dumps(waits[here])))
         time.sleep(grace)
         queue = list(ranks)
         # the queue grows inside the loop: a breadth-first walk along the waits
@@ -231,8 +229,14 @@ def _read_waits(store: Any, rank: int) -> list[int]:
     """Return the ranks for which a rank waits, as it has published; an empty list if it has
     published nothing.
     """
-    key = f"{WAITS}/{rank}"
+    key = _name_waits(rank)
     return list(json.loads(store.get(key))) if store.check([key]) else []
+
+
+def _name_waits(rank: int) -> str:
+    """Return the store's key of a rank's waits in its newest object."""
+    # after a failure new objects may work in the same group, where the old waits stay
+    return f"{WAITS}/{CallRecord.count}/{rank}"
 
 
 def is_store_there(where: Launch) -> bool:
@@ -279,17 +283,18 @@ class CallRecord:
     """The calls of one object on this rank.
 
     All ranks make their objects in the same order, by whose numbers they find each other.
-    `is_shared`: there are other ranks.
+    `is_shared`: there are other ranks; `count`: the number of such objects.
     """
 
-    _numbers = itertools.count()
+    count = 0
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
         self._place = Place()
         self._end = threading.Event()
         if is_shared:
-            self._key = f"{CALLS}/{next(self._numbers)}"
+            self._key = f"{CALLS}/{CallRecord.count}"
+            CallRecord.count += 1
             threading.Thread(target=self._watch, name="ipu_pipe calls", daemon=True).start()
 
     @contextlib.contextmanager

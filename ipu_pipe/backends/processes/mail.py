@@ -409,16 +409,20 @@ class Mail:
         """
         group = self.group if group is None else group
         tensors = [torch.empty_like(tensor) for _ in range(world.get_world_size(group))]
-        with detect_lost_rank(self._list_others(group), self.limit):
+        with detect_lost_rank(_list_ranks(group), self.limit):
             work = world.all_gather(tensors, tensor, group)
         self.wait_for_all(work, group)
         return tensors
+
+    def meet(self) -> None:
+        """Wait for all ranks within the deadline, which a collective of objects does not have."""
+        self.all_gather(torch.zeros(1))
 
     def begin_sum(self, tensor: torch.Tensor, group: Any) -> Any:
         """Begin to add up the tensors of all ranks of a group, in place. Return the work that
         `wait_for_all` waits for.
         """
-        with detect_lost_rank(self._list_others(group), self.limit):
+        with detect_lost_rank(_list_ranks(group), self.limit):
             return world.begin_sum(tensor, group)
 
     def wait_for_all(self, work: Any, group: Any) -> None:
@@ -426,13 +430,7 @@ class Mail:
         is_channel = (
             self._channels is not None and group is not None and group in self._channels.values()
         )
-        self._wait(work, self._list_others(group), is_channel)
-
-    def _list_others(self, group: Any) -> list[int] | None:
-        """List the other global ranks of a group; return None for the group of all ranks."""
-        here = world.name_rank(self._rank)
-        ranks = None if group is None else world.list_global_ranks(group)
-        return None if ranks is None else [rank for rank in ranks if rank != here]
+        self._wait(work, _list_ranks(group), is_channel)
 
     def _route(self, message: Message, number: int) -> tuple[Any, int]:
         """Return the group and the tag of a message's tensor `number`, the same on both sides."""
@@ -467,3 +465,8 @@ class Mail:
                 wait_for_channel(work, self.limit)
             else:
                 work.wait(self.limit)
+
+
+def _list_ranks(group: Any) -> list[int] | None:
+    """List the global ranks of a group; return None for the group of all ranks."""
+    return None if group is None else world.list_global_ranks(group)

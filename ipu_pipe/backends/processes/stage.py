@@ -473,14 +473,15 @@ class Stage:
         with model.key_draws(m, None):
             self._run_backward(m, kind, in_flight, [t for t, _ in roots], [g for _, g in roots])
         input_gradients: list[torch.Tensor] = []
-        sends_gradients = ends.before is not None and not is_local
-        if ends.before is not None and not is_local:
-            input_gradients = ends.before.collect_gradients(in_flight.inputs)
+        # a block with a loss of its own sends no gradient back
+        before = None if is_local else ends.before
+        if before is not None:
+            input_gradients = before.collect_gradients(in_flight.inputs)
         # before `_release`, which keeps all versions that microbatches in flight read
         del self._in_flight[m]
         self._release()
         self._recorder.add(kind.word, m, start, version=version)
-        if sends_gradients:
+        if before is not None:
             self._mail.send(Message(BACKWARD, m, s, s - 1), input_gradients)
         if self._is_tied:
             self.tied.send_gradients(m)

@@ -269,18 +269,12 @@ class StageUpdate:
         parameters = {s: work.rules.stages[s].parameters for s in self._updated}
         self._norms = OtherRanksNorms(work, layout, numbers, mail, recorder, self._pause_event)
         self._parameters = [p for stage_parameters in parameters.values() for p in stage_parameters]
-        self._parameters_here = [
-            p
-            for s, stage_parameters in parameters.items()
-            if s in numbers
-            for p in stage_parameters
-        ]
         masters = work.rules.masters
         is_sharded = masters is not None and masters.are_in_weights
         compute = self._compute_norm_of_shards if is_sharded else compute_plain_norm
         self.clipping = GradientClipping(work.clip, parameters, work.schedule, self._norms, compute)
         # FSDP2 has averaged the others
-        self._unaveraged = [p for p in self._parameters_here if not self._is_averaged(p)]
+        self._unaveraged = [p for p in self._parameters if not self._is_averaged(p)]
         # stage -> average, if `reduction` is fast
         self.averages: dict[int, OverlappedAverage] = {}
         if replicas is not None and replicas.is_fast:
@@ -342,7 +336,7 @@ class StageUpdate:
             # the norm that clips is that of the mean, so the replicas come first
             if self._replicas is not None:
                 start = self._recorder.mark()
-                size = count_bytes(self._parameters_here)
+                size = count_bytes(self._parameters)
                 if self._replicas.is_fast:
                     for average_of_stage in self.averages.values():
                         average_of_stage.finish()

@@ -18,7 +18,7 @@ import copy
 import heapq
 import sys
 import time
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -166,26 +166,26 @@ def _add(terms: Arrays, total: Arrays | None) -> list[Any]:
 class CompileNotes:
     """Tell the user which pass was compiled: on a terminal each, elsewhere once it takes long.
 
-    `count`: the passes that will be. A pass is compiled when it runs first.
+    `keys`: of the passes that will be. A pass is compiled when it runs first.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, keys: Iterable[Any]) -> None:
+        self._waiting = set(keys)
+        self._count = len(self._waiting)
         self._seconds = 0.0
-        self._seen: set[Any] = set()
 
     @contextlib.contextmanager
     def note(self, key: Any, name: str) -> Iterator[None]:
-        """Tell that the pass `name` was compiled inside the context, if its `key` is new."""
+        """Tell that the pass `name` was compiled inside the context, if its `key` still waits."""
         begin = time.perf_counter()
         yield
-        if key in self._seen:
+        if key not in self._waiting:
             return
-        self._seen.add(key)
+        self._waiting.remove(key)
         seconds = time.perf_counter() - begin
         self._seconds += seconds
         if sys.stderr.isatty() or self._seconds > SILENT_SECONDS:
-            count = f"{len(self._seen)} of {self._count}"
+            count = f"{self._count - len(self._waiting)} of {self._count}"
             print(f"xla: compiled {name} in {seconds:.1f} s ({count})", file=sys.stderr)
 
 
@@ -382,6 +382,22 @@ class StagePlayer:
         self.optimizer.export(self.version > 0)
 
 
+def _list_compiled(work: Work, stage: StagePlayer) -> list[Kind]:
+    """List the kinds of actions of a stage that run a program."""
+    kinds = {*list_action_kinds(work)}
+    # an update without trained weights computes nothing
+    if not stage.passes.trained:
+        kinds.remove(Kind.UPDATE)
+    marks = [stretch.whole for stretch in work.schedule.stretches]
+    is_whole = [mark is not None and mark[stage.stage] for mark in marks]
+    # a schedule may mix whole and split backwards
+    if any(np.any(mark) for mark in is_whole):
+        kinds.add(Kind.BACKWARD)
+    if all(np.all(mark) for mark in is_whole):
+        kinds -= {Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT}
+    return [*kinds]
+
+
 class Player:
     """Play the actions of all stages in the order of their slots.
 
@@ -415,7 +431,11 @@ class Player:
         self._programs = [
             shared.setdefault((s.passes.description, s.passes.device.id), s.stage) for s in stages
         ]
-        self.notes = CompileNotes(len(shared) * len(list_action_kinds(work)))
+        self.notes = CompileNotes(
+            (program, kind)
+            for program, stage in zip(self._programs, stages)
+            for kind in _list_compiled(work, stage)
+        )
         self.begin(work)
 
     def begin(self, work: Work) -> None:

@@ -418,7 +418,7 @@ class SlotPlayer(Player):
         # the forwards and the backwards of each stage so far
         self._sent = np.zeros((2, count), np.int64)
         super().__init__(run, work, stages, recorders)
-        self.notes = CompileNotes(1)
+        self.notes = CompileNotes(["slot"])
 
     def begin(self, work: Work) -> None:
         super().begin(work)
