@@ -10,8 +10,8 @@ from ipu_pipe.errors import RunFault, raise_faults
 
 EPILOG = """
 Rows 1xx run in this process, 2xx on two processes, 3xx on IPUs: there each row is an assumption about PopTorch, numbered as in
-docs/results/checks.md. Rows 4xx run on XLA's devices. Rows that cannot run here are listed, not counted. Exit code 0: all that ran are
-equal; 1: one differs.
+docs/results/checks.md. Rows 4xx run on XLA's devices. Rows that cannot run here are listed, not counted.
+Exit code 0: all that ran are equal; 1: one differs.
 No row was run on an IPU, a TPU or a Tenstorrent card before.
 
 examples:
