@@ -218,6 +218,10 @@ class Store:
         """Return the value of a key."""
         return self._request(f"get {key}", lambda: self._values[key].encode())
 
+    def delete_key(self, key: str) -> bool:
+        """Delete a key and return whether it was set."""
+        return self._request(f"delete {key}", lambda: self._values.pop(key, None) is not None)
+
     def _add(self, key: str, number: int) -> int:
         self._counts[key] = self._counts.get(key, 0) + number
         return self._counts[key]

@@ -456,17 +456,20 @@ def draw_pipeline(draw: random.Random, cuts: Sequence[Tuple[str, ...]] = CUTS) -
     return Walk(method, {}, args, begins, draw.choice(counts), steps=8)
 
 
+def has_rules(walk: Walk) -> bool:
+    """Return whether rules act in a walk, some of which are defined without maximize, and refuse it."""
+    return bool(select_rules(walk.args, resolve_method(walk.method, walk.args)))
+
+
 def draw_walk(seed: int, cuts: Sequence[Tuple[str, ...]] = CUTS) -> Walk:
     """Draw a pipeline and one to four acts at drawn moments, half of them right after a drain."""
     draw = random.Random(seed)
     walk = draw_pipeline(draw, cuts)
-    # a rule that is defined without maximize refuses it
-    has_rules = bool(select_rules(walk.args, resolve_method(walk.method, walk.args)))
     plan: Plan = {}
     for moment in sorted(draw.choices(range(walk.steps - 1), k=draw.randint(1, 4))):
         before = ["drain"] if draw.random() < 0.5 else []
         act = draw.choice(list(ACTS))
-        act = "momentum" if act == "maximize" and has_rules else act
+        act = "momentum" if act == "maximize" and has_rules(walk) else act
         plan.setdefault(moment, []).extend([*before, act])
     return walk._replace(plan=plan)
 
@@ -475,6 +478,8 @@ def draw_single(act: str, seed: int, cuts: Sequence[Tuple[str, ...]] = CUTS) -> 
     """Draw a pipeline whose caller does one act at a drawn moment, in half of the seeds right after a drain."""
     draw = random.Random(f"{act} {seed}")
     walk = draw_pipeline(draw, cuts)
+    while act == "maximize" and has_rules(walk):
+        walk = draw_pipeline(draw, cuts)
     before = ["drain"] if draw.random() < 0.5 else []
     return walk._replace(plan={draw.randrange(1, walk.steps - 2): [*before, act]})
 

@@ -383,7 +383,9 @@ class Evaluation:
         by_rank = self._mail.all_gather(sums)
         if others_wait and layout.replica == 0:
             # nobody waits any more, and the next engine of these processes counts from 1 again
-            world.get_own_store().delete_key(done)
+            with detect_lost_rank(limit=self._mail.limit):
+                limit = self._mail.limit.total_seconds()
+                answer_within(limit, lambda: world.get_own_store().delete_key(done))
         by_stage = [by_rank[device][stage] for stage, device in enumerate(layout.placement)]
         # stages without data and labels read the test set for shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
