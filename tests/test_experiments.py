@@ -18,7 +18,12 @@ from tests.interrupted import interrupt_at
 from tests.support.runs import ROOT, list_faults, read_metrics
 from tools.experiments import reproduce
 from tools.experiments.experiment import Request
-from tools.experiments.measures import collect_gaps, compute_normalized_time, draw_gaps
+from tools.experiments.measures import (
+    collect_gaps,
+    compute_normalized_time,
+    draw_finals,
+    draw_gaps,
+)
 from tools.experiments.training_grids import (
     TrainingGrid,
     compare,
@@ -85,6 +90,25 @@ def test_gaps_are_the_differences_of_rows_by_seed(tmp_path: Path) -> None:
     assert gap == ("a", [0.0, 10.0], [[0.0], [2.0]])
     draw_gaps(results, runs, tmp_path / "gaps.png", {"a": ("one", "other")}, "test loss")
     assert (tmp_path / "gaps.png").stat().st_size > 10_000
+
+
+def test_final_values_are_drawn_by_number_with_those_of_runs_that_diverged(tmp_path: Path) -> None:
+    by_seed = {"a": [0.8, 0.7], "b": [0.6, None], "c": [None, None]}
+    results = {
+        "title": "Finals",
+        "setting": "none",
+        "seeds": [0, 1],
+        "rows": [
+            {"label": label, "final_by_seed": dict(enumerate(values))}
+            for label, values in by_seed.items()
+        ],
+    }
+    finals = {
+        "rate": {"one": {0.1: "a", 0.2: "b"}, "other": {0.1: "c"}},
+        "stages": {"one": {4.0: "a"}},
+    }
+    draw_finals(results, [], tmp_path / "finals.png", finals, "test accuracy")
+    assert (tmp_path / "finals.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -335,6 +359,7 @@ def test_time_by_fill_and_drain_is_that_of_equation_1(
         (("better: sync", "better: synk"), "expect.0.better: synk: "),
         (("than: bad", "to: bad"), "expect.0: "),
         (("expect:", "gaps: {one: [sync, synk]}\nexpect:"), "gaps.one: synk: "),
+        (("expect:", "finals: {rate: {one: {0.1: synk}}}\nexpect:"), "finals.rate.one: synk: "),
         (("method: gpipe", "method: gpip"), "rows.sync on base: method: gpip"),
         (("sync: {", "sync: {after: warm, "), "rows.sync.after: warm: "),
         (("sync: {", "sync: {after: [bad], "), "rows.sync.after: ['bad']: "),

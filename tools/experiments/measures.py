@@ -502,6 +502,40 @@ def draw_gaps(
         at_end.set(xlabel="at the end", ylabel=f"difference of {quantity}")
 
 
+def draw_finals(
+    results: Mapping[str, Any],
+    runs: Runs,
+    file: Path,
+    finals: Mapping[str, Mapping[str, Mapping[float, str]]],
+    quantity: str,
+) -> None:
+    """Draw the final values of rows against a number, a panel for each: name of the number -> line
+    -> number -> row. A cross on the axis is a row of which a run diverged.
+    """
+    by_row = {row["label"]: row["final_by_seed"].values() for row in results["rows"]}
+    note = f"{results['setting']}; {describe_seeds(results['seeds'])}; crosses: runs that diverged"
+    with open_figure(file, (5.5, 4.5), len(finals), title=results["title"], note=note) as panels:
+        for axes, (name, lines) in zip(panels, finals.items()):
+            for place, (line, row_by_number) in enumerate(lines.items()):
+                values = {number: by_row[row] for number, row in row_by_number.items()}
+                ended = {x: [v for v in vs if v is not None] for x, vs in values.items()}
+                xs = [number for number, group in ended.items() if group]
+                color = f"C{place}"
+                groups = [ended[x] for x in xs]
+                plot_mean_with_range(axes, xs, groups, markersize=4, label=line, color=color)
+                crosses = [number for number, group in values.items() if None in group]
+                # beside one another, at the foot of the panel
+                height = 0.02 + 0.04 * place
+                foot = axes.get_xaxis_transform()
+                axes.plot(crosses, [height] * len(crosses), "x", color=color, transform=foot)
+            axes.set_xscale("log")
+            numbers = sorted({x for row_by_number in lines.values() for x in row_by_number})
+            axes.set_xticks(numbers, [f"{number:g}" for number in numbers])
+            axes.minorticks_off()
+            axes.set(xlabel=name, ylabel=f"final {quantity}")
+            axes.legend(fontsize="small")
+
+
 def draw_means(
     results: Mapping[str, Any], runs: Runs, file: Path, x: int, x_label: str, y_label: str
 ) -> None:

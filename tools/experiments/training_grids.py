@@ -21,6 +21,8 @@ configs/experiments/.
     added             rows that were added after the results were seen: claims on them are not counted
     gaps              name -> [row, other row]: gaps.png draws how far the first is from the other
                       against the updates, and at the end
+    finals            number -> line -> {its value: row}: finals.png draws the final values of rows against numbers in which
+                      they differ, in place of their curves
 
 Finished runs are not run again, so an interrupted experiment continues where it was.
 """
@@ -56,6 +58,7 @@ from tools.experiments.measures import (
     MeasureOptions,
     Result,
     Runs,
+    draw_finals,
     draw_gaps,
 )
 from tools.experiments.plots import describe_sizes
@@ -148,6 +151,7 @@ class TrainingGrid(Section):
     added: List[str] = []
     # name of a gap -> (row, row): their difference is drawn against the updates in gaps.png
     gaps: Dict[str, Tuple[str, str]] = {}
+    finals: Dict[str, Dict[str, Dict[float, str]]] = {}
 
     def make_config(
         self, label: str, seed: int, full: bool = False, rate: float = 1.0, tunes: bool = False
@@ -225,6 +229,13 @@ def load_experiment(path: Path) -> Experiment:
             for label in pair
             if label not in grid.rows
         ]
+    faults += [
+        f"finals.{name}.{line}: {label}: must be one of the rows"
+        for name, lines in grid.finals.items()
+        for line, rows in lines.items()
+        for label in rows.values()
+        if label not in grid.rows
+    ]
     raise_faults([f"{path}: {fault}" for fault in faults])
     return make_experiment(path.stem, grid)
 
@@ -553,7 +564,12 @@ def list_notes(grid: TrainingGrid) -> List[str]:
 
 
 def _list_pictures(grid: TrainingGrid, measure: Measure) -> Dict[str, Draw]:
-    """Return the pictures of the measure, and that of the gaps if the grid names some."""
+    """Return the pictures of the measure, with that of the gaps, or that of the final values, if
+    the grid names some.
+    """
+    if grid.finals:
+        quantity = measure.quantity
+        return {"finals.png": functools.partial(draw_finals, finals=grid.finals, quantity=quantity)}
     if not grid.gaps:
         return dict(measure.pictures)
     draw = functools.partial(draw_gaps, gaps=grid.gaps, quantity=measure.quantity)
