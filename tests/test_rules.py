@@ -300,8 +300,12 @@ def test_each_group_has_its_own_settings_and_prediction() -> None:
         1 - 0.25 * 1 - 4.0 * 1.5,
     ]
     # version 1, with a staleness of 2 updates: w - 2 lr v, with the rate of update 1
-    [(x, c)] = rules.compute_corrections(0, int(rules.encode_forwards(np.array([1]))[0]), 1)
+    code = int(rules.encode_forwards(np.array([1]))[0])
+    [(x, c)] = rules.compute_corrections(0, code, 1)
     assert [c * float(x[0]), c * float(x[1])] == [-2 * 0.0 * 1.25, -2 * 4.0 * 1.5]
+    # the same by factors of the velocities, as compiled programs take them
+    [(_, factors)] = rules.list_corrections(0, code, 1)
+    assert [factors[id(weight)] for weight in weights] == [-2 * 0.0, -2 * 4.0]
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

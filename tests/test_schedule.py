@@ -165,6 +165,12 @@ def test_drains_within_a_batch_or_outside_the_run_are_refused(drain: int) -> Non
             make_schedule(METHODS[name], 2, 10, 2, drains=[drain])
 
 
+def test_a_warm_up_is_of_whole_batches_unless_the_run_ends_within_it() -> None:
+    with pytest.raises(BadInput, match="synchronous: 3: must be a multiple of accumulate"):
+        make_schedule(METHODS["pipemare"], 2, 10, 2, synchronous=3)
+    assert make_schedule(METHODS["pipemare"], 2, 10, 2, synchronous=11).microbatches == 10
+
+
 # --- the needs of an action, and the proof
 
 

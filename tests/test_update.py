@@ -62,6 +62,9 @@ def test_clipping_bounds_the_norm_of_its_scope(scope: str) -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     model[0].weight.grad.mul_(10)
+    unclipped = [p.grad.clone() for p in model.parameters()]
+    clip_gradients(optimizer, 1000.0, scope)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), unclipped))
     clip_gradients(optimizer, 2.0, scope)
     norms = [
         torch.cat([p.grad.flatten() for p in g["params"]]).norm().item()

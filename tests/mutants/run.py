@@ -27,17 +27,6 @@ from typing import Dict, Iterator, List, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutants.txt")
 RESULTS = Path(__file__).with_name("results.json")
-COPIED = (
-    "ipu_pipe",
-    "tests",
-    "models",
-    "configs",
-    "examples",
-    "tools",
-    "docs",
-    "pyproject.toml",
-    "README.md",
-)
 # these train by every part of the library, which they import by its front door
 WHOLE = (
     "test_emulator_exact.py",
@@ -80,6 +69,14 @@ def read_mutants() -> List[Mutant]:
     return mutants
 
 
+def _list_top_level() -> List[str]:
+    """List the files and folders that the repository has at its top, some of which tests read."""
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return sorted({file.partition("/")[0] for file in files.stdout.splitlines()})
+
+
 def list_test_files(file: str) -> List[str]:
     """Return the default suite's files that import the module of `file`, the quick ones first."""
     module = file[: -len(".py")].replace("/", ".")
@@ -106,7 +103,7 @@ def run_mutant(mutant: Mutant) -> Dict[str, object]:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        for name in COPIED:
+        for name in _list_top_level():
             source = ROOT / name
             if source.is_dir():
                 shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
