@@ -202,6 +202,24 @@ def test_a_setting_that_does_not_fit_is_refused_before_the_step(
     assert is_equal(scene.model.state_dict(), plain.model.state_dict())
 
 
+@pytest.mark.parametrize("method", ["pipedream", "pipemare"])
+def test_acts_with_batches_in_flight_have_the_literal_replays_weights(method: str) -> None:
+    plan = {0: ["rate"], 1: ["gradients left"], 2: ["drain", "momentum"], 3: ["drain"], 4: ["rate"]}
+    require_equal(judge(Walk(method, plan, begins=CUTS[-1], microbatches=1, steps=8)))
+
+
+def test_the_callers_gradients_come_back_after_each_call() -> None:
+    scene = make_scene(Walk("pipedream", {}))
+    assert scene.pipe is not None
+    for k in range(4):
+        gradients = {p: torch.full_like(p, float(k)) for p in scene.model.parameters()}
+        for p, gradient in gradients.items():
+            p.grad = gradient
+        scene.pipe.step(*make_batch(k))
+        assert all(p.grad is gradient for p, gradient in gradients.items())
+        assert all(bool((gradient == k).all()) for gradient in gradients.values())
+
+
 # ---- stories that the generator told
 
 
