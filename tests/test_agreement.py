@@ -19,7 +19,7 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.run import loop
 from ipu_pipe.store import checkpoint
 from tests import forked
-from tests.support.processes import run_in_group
+from tests.support.processes import run_in_group, wait_for_file
 from tests.support.runs import DIGITS, assert_same, list_faults, needs_processes
 
 pytestmark = needs_processes
@@ -147,6 +147,16 @@ class Unsaved(ipu_pipe.Callback):
         return 1 / 0
 
 
+LINES = {"tensorboard": False, "every": 1}
+
+
+class Failing(ipu_pipe.Callback):
+    """A callback that fails with a line of metrics.jsonl."""
+
+    def on_log(self, moment: Any) -> None:
+        raise ZeroDivisionError("division by zero")
+
+
 def refuse_to_write(*args: Any, **keys: Any) -> Any:
     raise OSError(errno.ENOSPC, "disk full")
 
@@ -178,6 +188,14 @@ def fail_on_rank_0_alone(rank: int, folder: Path) -> None:
                 ipu_pipe.train(out=folder / name, **arguments)
     with pytest.raises(RunFault if rank else ZeroDivisionError, match="division by zero"):
         ipu_pipe.train(out=folder / "state", callbacks=[Unsaved()], **make_net_arguments(Net()))
+    # between two passes, for which rank 1 waits; both ranks live on until both have ended their runs
+    with pytest.raises(RunFault if rank else ZeroDivisionError, match="rank 0|division by zero"):
+        arguments = make_net_arguments(Net(), log=LINES)
+        backend = BackendConfig(name="distributed", deadline=600)
+        arguments["config"] = arguments["config"].model_copy(update={"backend": backend})
+        ipu_pipe.train(out=folder / "step", callbacks=[Failing()], **arguments)
+    (folder / f"{rank}.ended").touch()
+    wait_for_file(folder / f"{1 - rank}.ended")
 
 
 @pytest.mark.slow

@@ -11,11 +11,13 @@ The schedule names the cut of each step: the slot in which stage 0 begins the ne
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import ContextManager, Iterator
 
 from ipu_pipe.backends.interface import StepResult
 from ipu_pipe.backends.table import make_engine
+from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.job.record import Job
 from ipu_pipe.pipeline.gradients import OwnGradients
 from ipu_pipe.pipeline.state import SavedState, cast_entries
@@ -155,6 +157,18 @@ class Flow:
         self.drains = list(saved.drains)
         self._open()
         self.engine.reopen(self.given, self.table, is_loaded=True)
+
+    def leave(self, error: BaseException) -> None:
+        """Leave the newest weights in the model after an error, and the other processes, which may
+        wait for this one.
+        """
+        if not isinstance(error, RunFault):
+            # a pass may have read older weights; what has failed may fail here again
+            with contextlib.suppress(Exception):
+                self.engine.keep_newest()
+        # bad input and divergence are found by all ranks alike, and Ctrl-C comes to all
+        if not isinstance(error, (BadInput, Divergence, KeyboardInterrupt, SystemExit)):
+            self.engine.leave()
 
     def find_end(self, k: int) -> int:
         """Return the number of batches given when update k leaves, after which a run ends that is

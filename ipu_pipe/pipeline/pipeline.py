@@ -1539,7 +1539,7 @@ class Pipeline:
             if not self._is_broken:
                 self._absent.hide()
             elif self._flow is not None:
-                self._leave_newest(self._flow.engine, error)
+                self._flow.leave(error)
             # SAM, for one, asserts that its step gets a closure
             if isinstance(error, AssertionError) and "closure" in str(error):
                 raise BadInput(explain_closure(self._handle.optimizer)) from error
@@ -1548,19 +1548,6 @@ class Pipeline:
                     f"{error}; {self._calls.explain(error.__cause__.ranks)}"
                 ) from error.__cause__
             raise
-
-    @staticmethod
-    def _leave_newest(engine: Engine, error: BaseException) -> None:
-        """Leave the newest weights in the model after an error, and the other processes, which may
-        wait for this one.
-        """
-        if not isinstance(error, RunFault):
-            # a pass may have read older weights; what has failed may fail here again
-            with contextlib.suppress(Exception):
-                engine.keep_newest()
-        # bad input and divergence are found by all ranks alike, and Ctrl-C comes to all
-        if not isinstance(error, (BadInput, Divergence, KeyboardInterrupt, SystemExit)):
-            engine.leave()
 
     def _call_back(self, update: int, stages: Sequence[int], averaged: bool) -> None:
         if not self._callbacks:

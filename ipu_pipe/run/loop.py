@@ -205,6 +205,8 @@ class TrainingLoop:
         with contextlib.suppress(Exception):
             self.saver.wait()
         with contextlib.suppress(Exception):
+            # rank 0 alone has callbacks and writes lines
+            self.flow.leave(error)
             self.engine.abort()
         if isinstance(error, KeyboardInterrupt):
             steps = checkpoint.list_steps(self.out / "checkpoints")
