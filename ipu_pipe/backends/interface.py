@@ -226,13 +226,20 @@ class Engine:
         """
         return self._gradients.pop(k, {})
 
-    def hold_whole_model(self, everywhere: bool = True) -> ContextManager[nn.Module | None]:
+    def hold_whole_model(
+        self, everywhere: bool = True, masters: bool = False
+    ) -> ContextManager[nn.Module | None]:
         """Hold the whole model with the newest weights inside the context, in every process or in
         the main one only. Yield a copy of it if the caller has sharded the model itself.
 
-        Every process enters it; the pipeline must be empty.
+        `masters`: it has the masters of rounded weights, which may be changed. Every process enters
+        it; the pipeline must be empty.
         """
-        return contextlib.nullcontext()
+        return self.hold_masters() if masters else contextlib.nullcontext()
+
+    def hold_masters(self) -> ContextManager[None]:
+        """Put the masters, if there are any, into the model inside the context, to be changed."""
+        return self.run.precision.put_masters_in_place(loads=True)
 
     def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         """Return the loss and metrics over the batches of a set, the same on every process; the
@@ -335,9 +342,10 @@ class HostModelEngine(Engine):
         load()
 
     @contextlib.contextmanager
-    def hold_whole_model(self, everywhere: bool = True) -> Iterator[None]:
+    def hold_whole_model(self, everywhere: bool = True, masters: bool = False) -> Iterator[None]:
         self.update_host()
-        yield
+        with self.hold_masters() if masters else contextlib.nullcontext():
+            yield
 
     def keep_newest(self) -> None:
         self.update_host()

@@ -140,6 +140,13 @@ class ModelPrecision:
             else contextlib.nullcontext()
         )
 
+    def put_rounded(self) -> ContextManager[None]:
+        """Put the weights that passes read into the model inside the context, where
+        `put_masters_in_place` has put others.
+        """
+        masters = self.masters
+        return contextlib.nullcontext() if masters is None else masters.put_rounded()
+
     def get_trained(self, weight: nn.Parameter) -> nn.Parameter:
         """Return the parameter that the optimizer updates for this weight: its master, or the
         weight itself.
@@ -150,6 +157,17 @@ class ModelPrecision:
     def is_sharded(self) -> bool:
         """Whether a caller has sharded weights of this rank."""
         return self.masters is not None and self.masters.are_in_weights
+
+    @property
+    def has_rounded_weights(self) -> bool:
+        """Whether passes read weights that are rounded from masters."""
+        return self.masters is not None and not self.masters.are_in_weights
+
+    def take_written(self, name: str) -> None:
+        """Take over a weight of this name that the caller has written, if it has a master."""
+        weight = dict(self._model.named_parameters(remove_duplicate=False)).get(name)
+        if weight is not None and self.has_rounded_weights:
+            self.get_trained(weight).data.copy_(weight.data)
 
     @property
     def record(self) -> dict[str, str | None]:
@@ -240,6 +258,7 @@ class Masters:
             if weight.is_floating_point() and id(weight) not in norm_tensors:
                 self._masters[weight] = nn.Parameter(weight.detach().float(), weight.requires_grad)
                 weight.data = weight.data.to(LOW)
+        self._weights = {id(master): weight for weight, master in self._masters.items()}
         for module in model.modules():
             if not any(module is norm for norm in norms):
                 for name, buffer in module._buffers.items():
@@ -250,12 +269,15 @@ class Masters:
         """Return the master of a weight; the weight itself if it has none."""
         return self._masters.get(weight, weight)
 
+    def get_weight(self, parameter: Any) -> Any:
+        """Return the weight of a master; another parameter itself."""
+        return self._weights.get(id(parameter), parameter)
+
     def list_pairs(self, masters: Iterable[nn.Parameter]) -> Pairs:
         """Return (weight, master) for each of `masters` that is not itself a weight of the
         model.
         """
-        weights = {id(master): weight for weight, master in self._masters.items()}
-        return [(weights[id(master)], master) for master in masters if id(master) in weights]
+        return [(self._weights[id(m)], m) for m in masters if id(m) in self._weights]
 
     def collect_gradients(self, pairs: Pairs) -> None:
         """Add the weights' gradients to their masters' after a backward."""
@@ -290,6 +312,19 @@ class Masters:
                     # loading may have replaced the tensor
                     master.data = weight.data
                 weight.data = master.data.to(LOW) if loads else rounded
+
+    @contextlib.contextmanager
+    def put_rounded(self) -> Iterator[None]:
+        """Round the weights inside the context, if the masters are in their place, for a pass."""
+        in_place = [weight for weight in self._masters if weight.dtype != LOW]
+        masters = [weight.data for weight in in_place]
+        try:
+            for weight in in_place:
+                weight.data = weight.data.to(LOW)
+            yield
+        finally:
+            for weight, master in zip(in_place, masters):
+                weight.data = master
 
     def take_over(self) -> None:
         """Put the masters into the model permanently."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import MutableMapping
-from typing import Any, Collection, Iterable, Iterator, Mapping
+from typing import Any, Collection, ContextManager, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -45,6 +45,10 @@ class Shards:
     def put_in_place(self, loads: bool = False) -> Iterator[None]:
         """Do nothing: a shard is in its weight's memory."""
         yield
+
+    def put_rounded(self) -> ContextManager[None]:
+        """Do nothing: passes read the weights themselves."""
+        return contextlib.nullcontext()
 
     def take_over(self) -> None:
         """Do nothing: a shard is in its weight's memory."""

@@ -424,6 +424,7 @@ def _make_optimizers(
         # only their count matters: `choose_member` knows the group of each parameter
         members = [Member()] * handle.group_count
         choose_member = handle.choose_member
+        handle.masters = setup.precision.masters
         # before the optimizer is made, whose groups get the settings by stage
         handle.set_delays(table.rule_lag().tolist())
     groups = make_groups(

@@ -132,45 +132,59 @@ class SharedState(MutableMapping):  # type: ignore[type-arg]
     """The state of the optimizer that steps: of the caller's parameters in the caller's optimizer,
     of others apart.
 
-    Others are the auxiliary heads and master copies that a method or precision adds; the caller's
-    `state_dict` leaves them out. `shards`: of the caller's parameters, if they are sharded; the
-    entries of a shard are DTensors in the caller's optimizer.
+    Others are the auxiliary heads that a method adds; the caller's `state_dict` leaves them out.
+    Entries under a key of the optimizer's own, which is no parameter, are the caller's, too.
+    `masters`: the parameters that step in place of the caller's, if there are any; the entries of a
+    shard are DTensors in the caller's optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shards: Shards | None = None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Any = None) -> None:
         self._optimizer = optimizer
-        self._shards = Shards([]) if shards is None else shards
+        self._masters = Shards([]) if masters is None else masters
         self._own = {p for group in optimizer.param_groups for p in group["params"]}
         self._added: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
 
-    def _find(self, parameter: Any) -> tuple[Any, Any]:
-        """Return the dictionary that has a parameter's entries, and the parameter there."""
-        weight = self._shards.get_weight(parameter)
+    def _find(self, parameter: Any) -> tuple[Any, Any, bool]:
+        """Return the dictionary that has a parameter's entries, the parameter there, and whether
+        they are those of a shard.
+        """
+        weight = self._masters.get_weight(parameter)
+        is_callers = weight in self._own or not isinstance(weight, torch.Tensor)
+        is_shard = weight is not parameter and self._masters.are_in_weights
         # `load_state_dict` of the caller's optimizer makes a new dictionary
-        return (self._optimizer.state if weight in self._own else self._added), weight
+        return (self._optimizer.state if is_callers else self._added), weight, is_shard
 
     def __getitem__(self, parameter: Any) -> Any:
-        states, weight = self._find(parameter)
+        states, weight, is_shard = self._find(parameter)
         entries = states[weight]
-        return entries if weight is parameter else ShardEntries(entries, weight, self._shards)
+        return ShardEntries(entries, weight, self._masters) if is_shard else entries
 
     def __setitem__(self, parameter: Any, value: Any) -> None:
-        states, weight = self._find(parameter)
-        states[weight] = value
-        if weight is not parameter:
-            states[weight] = {}
+        states, weight, is_shard = self._find(parameter)
+        states[weight] = {} if is_shard else value
+        if is_shard:
             self[parameter].update(value)
 
     def __delitem__(self, parameter: Any) -> None:
-        states, weight = self._find(parameter)
+        states, weight, _ = self._find(parameter)
         del states[weight]
 
     def __contains__(self, parameter: Any) -> bool:
-        states, weight = self._find(parameter)
+        states, weight, _ = self._find(parameter)
         return weight in states
 
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        """Return the entries of a parameter, `default` if it has none: `[]` would make them."""
+        return self[parameter] if parameter in self else default
+
+    def setdefault(self, parameter: Any, default: Any = None) -> Any:
+        """Return the entries of a parameter, which are `default` if it has none."""
+        if parameter not in self:
+            self[parameter] = default
+        return self[parameter]
+
     def __iter__(self) -> Iterator[Any]:
-        yield from map(self._shards.get, list(self._optimizer.state))
+        yield from map(self._masters.get, list(self._optimizer.state))
         yield from list(self._added)
 
     def __len__(self) -> int:
@@ -310,10 +324,8 @@ class OptimizerHandle:
         self.is_evaluating = False
         # every update's learning rates are multiplied by it, whatever a scheduler has set
         self.rate_factor = 1.0
-        self._is_stepping = False
-        # the optimizer's `step` that has been called so that schedulers have seen it
-        self._counted_step: Callable[..., Any] | None = None
-        self._shards: Shards | None = None
+        # what steps in place of the model's parameters: master copies, or shards
+        self.masters: Any = None
         self._hook: Any = None
         self.claim()
 
@@ -402,7 +414,6 @@ class OptimizerHandle:
 
     def replace_parameters(self, new: Mapping[nn.Parameter, nn.Parameter], shards: Shards) -> None:
         """Put sharded parameters, with their entries, in the caller's places in the groups."""
-        self._shards = shards
         for group in self.optimizer.param_groups:
             group["params"] = [new.get(p, p) for p in group["params"]]
         state = self.optimizer.state
@@ -431,8 +442,18 @@ class OptimizerHandle:
         inner.param_groups = [
             {**members[group["member"]], **self._list_own(group), **group} for group in groups
         ]
-        inner.state = SharedState(optimizer, self._shards)  # type: ignore[assignment]
+        if self.masters is not None and not self.masters.are_in_weights:
+            self._widen_entries()
+        inner.state = SharedState(optimizer, self.masters)  # type: ignore[assignment]
         return inner
+
+    def _widen_entries(self) -> None:
+        """Give the entries of weights that have masters the masters' dtype."""
+        for weight, entries in self.optimizer.state.items():
+            dtype = getattr(self.masters.get(weight), "dtype", None)
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point():
+                    entries[key] = value.to(dtype) if value.shape == weight.shape else value
 
     def _copy_all_settings(self) -> list[dict[str, Any]]:
         """Return the present settings of each group."""
@@ -506,6 +527,10 @@ class OptimizerHandle:
             return ""
         is_strict = not self.may_write_settings
         return "" if _fits(group[key], value, is_strict) else f"this optimizer has {group[key]}"
+
+    def list_own_keys(self) -> list[str]:
+        """List the keys of the caller's optimizer's state that are no parameters."""
+        return [str(key) for key in self.optimizer.state if not isinstance(key, torch.Tensor)]
 
     def import_settings(self, saved: Mapping[str, Any]) -> None:
         """Give the caller's groups the settings that were saved, as the optimizer's own
@@ -686,32 +711,21 @@ class OptimizerHandle:
     # ---- the caller's `step`
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is self.optimizer and not self._is_stepping:
+        if optimizer is self.optimizer:
             raise RuntimeError(
                 "optimizer.step(): the pipeline steps this optimizer, each stage in its turn: call "
                 "pipe.step(x, y) alone"
             )
 
     def count_as_stepped(self) -> None:
-        """Let the caller's learning-rate schedulers see a step of the caller's optimizer, which
-        changes nothing, once.
-
-        The first scheduler puts a function in the place of `step`, and warns if it was not called.
+        """Mark the caller's optimizer as stepped, since its learning-rate schedulers warn before its
+        first step.
         """
-        step = vars(self.optimizer).get("step")
-        if step is self._counted_step:
-            return
-        self._counted_step = step
-        parameters = [group["params"] for group in self.optimizer.param_groups]
-        self._is_stepping = True
-        try:
-            for group in self.optimizer.param_groups:
-                group["params"] = []
-            self.optimizer.step()
-        finally:
-            for group, group_parameters in zip(self.optimizer.param_groups, parameters):
-                group["params"] = group_parameters
-            self._is_stepping = False
+        optimizer: Any = self.optimizer
+        # torch's own mark; before torch 2.4 its schedulers count the steps
+        optimizer._opt_called = True
+        if hasattr(optimizer, "_step_count"):
+            optimizer._step_count += 1
 
     def release(self) -> None:
         """Let the caller, or another pipeline, step the optimizer again."""

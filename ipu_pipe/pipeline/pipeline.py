@@ -81,6 +81,7 @@ from ipu_pipe.pipeline.checks import find_rule_faults, require_device
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView, explain_closure
 from ipu_pipe.pipeline.seam import (
+    LIVE,
     NEVER,
     REBUILT,
     Change,
@@ -112,9 +113,11 @@ from ipu_pipe.schedule.methods import DefaultAccumulate, Method, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.store.checkpoint import load_weights
-from ipu_pipe.text import describe_kind
+from ipu_pipe.text import describe_kind, list_some
 from ipu_pipe.update.optimizer import copy_group
 
+# kinds of changes that replicas with weights of their own (LocalSGD) must all get
+OF_REPLICAS = ("weight", "buffer", "optimizer")
 PRECISIONS = {torch.float64: "float64", torch.bfloat16: "bfloat16"}
 
 
@@ -600,8 +603,10 @@ class Pipeline:
                 for batch in itertools.islice(iterator, shard, None, shards):
                     yield job.prepare_batch(batch if self._loss is not None else unwrap(batch))
 
-            # after those of its blocks comes the result of the whole model
-            result = engine.evaluate(read, chosen)[-1]
+            # inside `whole_model` the weights are not rounded
+            with job.precision.put_rounded():
+                # after those of its blocks comes the result of the whole model
+                result = engine.evaluate(read, chosen)[-1]
         # no metric has this name: `make_metrics` refuses it
         return {"loss": result.loss, **result.metrics}
 
@@ -614,7 +619,8 @@ class Pipeline:
         with self._break_on_error("predict", only_reads=True):
             # a model with its own loss takes a whole batch, labels too
             moved = job.move_to_device(x, None)[0] if self._loss is None else _move_inputs(job, x)
-            return engine.predict(moved)
+            with job.precision.put_rounded():
+                return engine.predict(moved)
 
     @take_turn
     def averages(self) -> dict[str, torch.Tensor]:
@@ -652,9 +658,7 @@ class Pipeline:
         with self._turns.take("whole_model"):
             job, engine = self._pause("whole_model")
             with self._break_on_error("whole_model", only_reads=True):
-                with engine.hold_whole_model(
-                    everywhere
-                ) as copied, job.precision.put_masters_in_place(loads=True), restore_modes(
+                with engine.hold_whole_model(everywhere, masters=True) as copied, restore_modes(
                     self.model
                 ):
                     # ranks of sharded weights have no other whole model than the copy
@@ -694,11 +698,12 @@ class Pipeline:
                 "whole_model: weights or buffers were changed, which the IPUs would not see: use "
                 "pipe.load_state_dict()"
             )
+        self._require_equal_replicas("whole_model", "weights or buffers were changed")
         has_masters = self._require_job().precision.masters is not None
+        has_copies = flow.engine.leaves_weights_stale or self._method.rounds is not None
         # the engine has pointers to weights that were rounded anew
-        if flow.engine.leaves_weights_stale or has_masters:
-            is_stale = flow.engine.leaves_weights_stale
-            flow.engine.reopen(flow.given, flow.table, is_loaded=is_stale)
+        if has_copies or has_masters:
+            flow.engine.reopen(flow.given, flow.table, is_loaded=has_copies)
 
     # ---- state
 
@@ -722,6 +727,14 @@ class Pipeline:
                 f"state_dict: {self.in_flight} updates are in flight: call drain() first"
             )
         self._drain("state_dict")
+        own_keys = self._handle.list_own_keys()
+        if own_keys:
+            # 3: the caller's line, past the wrapper `take_turn`
+            warnings.warn(
+                f"state_dict: the optimizer keeps {list_some(own_keys)} in its state, which is no "
+                f"parameter and not in this state: save optimizer.state_dict(), too",
+                stacklevel=3,
+            )
         flow = self._flow
         if flow is None:
             return self._describe_loaded(sharded)
@@ -763,7 +776,7 @@ class Pipeline:
             return {}
         # the weights of a part are loaded with the first step
         model = {} if is_part else self.model.state_dict()
-        saved = take_back(saved, self.model, self._handle.optimizer)
+        saved = take_back(saved, self.model, self._handle.optimizer, are_joined())
         weights = {**model, **saved.model}
         loss = saved.loss if is_part else export_loss(self._loss)
         state = CheckpointState(weights, saved.optimizer, saved.plain, loss)
@@ -1053,14 +1066,16 @@ class Pipeline:
         config = self._config.model_copy(update={"micro_batch_size": count_samples(x)})
         if self._loaded is not None:
             # before the model is converted
-            self._loaded = take_back(self._loaded, self.model, self._handle.optimizer)
+            self._loaded = take_back(self._loaded, self.model, self._handle.optimizer, are_joined())
         with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
             # a batch or arguments that do not fit leave the model and the optimizer as they were
             if self._loaded is not None:
                 # `_load` puts in what this process needs of it
                 state = self._handle.optimizer.state
-                undo.callback(state.update, dict(state))
-                state.clear()
+                entries = {p: state[p] for p in state if isinstance(p, torch.Tensor)}
+                undo.callback(state.update, entries)
+                for p in entries:
+                    del state[p]
             self._handle.claim()
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
@@ -1104,7 +1119,12 @@ class Pipeline:
         if self._loaded is not None:
             self._load(job, flow)
         # last, because building has moved weights and modes itself
-        self._seam = Seam(backend, Objects(self.model, self._handle.optimizer, self._loss))
+        # an update writes the masters over weights that the caller has changed
+        looks_at: Sequence[str] = ("weight",) if job.precision.has_rounded_weights else ()
+        # replicas with weights of their own have copies of what the caller has
+        looks_at = OF_REPLICAS if job.method.rounds is not None else looks_at
+        objects_seen = Objects(self.model, self._handle.optimizer, self._loss)
+        self._seam = Seam(backend, objects_seen, looks_at)
         return job, flow
 
     def _make_rates(self, resolved: Resolved) -> Rates:
@@ -1273,14 +1293,19 @@ class Pipeline:
         the change, if the backend cannot.
         """
         backend = self._config.backend.name
-        must_rebuild = False
+        must_rebuild = must_copy = False
         for change in [] if self._seam is None else self._seam.list_changes():
             if change.where in self._require_flow().engine.stale_values:
                 # it was written over an old value
                 change = change._replace(kind="buffer")
             treatment = get_treatment(backend, change.kind)
-            if self.in_flight or treatment == NEVER:
+            if treatment == NEVER or (self.in_flight and treatment != LIVE):
                 raise RuntimeError(explain_refusal("step", backend, change, self.in_flight))
+            if change.kind == "weight":
+                self._require_job().precision.take_written(change.where)
+            if self._method.rounds is not None and change.kind in OF_REPLICAS:
+                self._require_equal_replicas("step", f"{change.where}: was changed")
+                must_copy = True
             if treatment == REBUILT and not self._runs_whole(change):
                 if self._require_job().precision.is_sharded:
                     raise RuntimeError(
@@ -1292,6 +1317,25 @@ class Pipeline:
         # after the loop, because a later change may be refused
         if must_rebuild:
             self._rebuild()
+        elif must_copy:
+            flow = self._require_flow()
+            flow.engine.reopen(flow.given, flow.table, is_loaded=True)
+
+    def _require_equal_replicas(self, call: str, change: str) -> None:
+        """Raise `RuntimeError` for a change of the caller's, in words, if LocalSGD's replicas have
+        other weights than the model now: it would reach one of them.
+        """
+        rounds = self._method.rounds
+        if rounds is None:
+            return
+        if rounds.outer is not None:
+            why = "replicas with an outer optimizer have weights of their own"
+            raise RuntimeError(f"{call}: {change}: {why}: use pipe.load_state_dict()")
+        if self.in_flight:
+            raise RuntimeError(
+                f"{call}: {change} within a round, in which replicas have weights of their own: "
+                f"call pipe.drain() before the change, or set it back"
+            )
 
     def _require_unchanged(self, call: str) -> None:
         """Raise `RuntimeError` if a drain would run passes of earlier batches with what the caller
@@ -1415,11 +1459,8 @@ class Pipeline:
         self._require_drainable(call)
         _require_no_autocast(call)
         self._require_unchanged(call)
-        # a loop evaluates and saves under no_grad or inference_mode, but on processes a drain has
-        # backwards to run
-        with self._break_on_error(call), torch.inference_mode(False), torch.enable_grad():
-            with self._set_modes_of_steps():
-                self._pending = self._report(job, flow.drain())
+        with self._break_on_error(call), _enable_gradients(), self._set_modes_of_steps():
+            self._pending = self._report(job, flow.drain())
 
     def _require_drainable(self, call: str) -> None:
         undrainable = self._find_undrainable()
@@ -1444,7 +1485,7 @@ class Pipeline:
         """Run the pipeline empty within a round, which does not end. Return the updates."""
         assert self._job is not None and self._flow is not None
         warnings.warn(f"close: {self._find_undrainable()}: closes without that step", stacklevel=5)
-        with self._break_on_error("close"), self._set_modes_of_steps():
+        with self._break_on_error("close"), _enable_gradients(), self._set_modes_of_steps():
             return self._report(self._job, self._flow.finish())
 
     def _plan_job(self, call: str, exactly: bool = False) -> Job:
@@ -1485,7 +1526,7 @@ class Pipeline:
         self._require_usable(call)
         if self._example is not None:
             # a loop may evaluate before its first step
-            with self._break_on_error(call):
+            with self._break_on_error(call), _enable_gradients():
                 self._build(Microbatch(*self._example))
         self._drain(call)
         job = self._require_built(call)
@@ -1559,6 +1600,15 @@ class Pipeline:
             parameters = by_stage[stage].parameters if stage in by_stage else []
             for call in self._callbacks:
                 call(number, stage, parameters)
+
+
+@contextlib.contextmanager
+def _enable_gradients() -> Iterator[None]:
+    """Enable gradients inside the context: a loop evaluates, saves and closes under no_grad or
+    inference_mode, but a drain has backwards to run, and building makes a trial step.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 def _format_number(value: float | None) -> str:

@@ -289,9 +289,10 @@ STEADY = ("mode", "module", "requires_grad", "hook")
 class Seam:
     """The pictures that a backend needs, of the kinds that it does not read live."""
 
-    def __init__(self, backend: str, objects: Objects) -> None:
+    def __init__(self, backend: str, objects: Objects, looks_at: Collection[str] = ()) -> None:
+        """`looks_at`: kinds that are looked at though the backend reads them live."""
         self._objects = objects
-        kinds = [kind for kind in LOOKS if get_treatment(backend, kind) != LIVE]
+        kinds = [k for k in LOOKS if k in looks_at or get_treatment(backend, k) != LIVE]
         self._moving = [kind for kind in kinds if kind not in STEADY]
         self._pictures: dict[str, Picture] = {}
         # what the caller has changed before another call than a step

@@ -416,9 +416,14 @@ def hand_over(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimi
     return saved._replace(model=rest, is_handed_over=True)
 
 
-def take_back(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedState:
+def take_back(
+    saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer, is_one_of_several: bool
+) -> SavedState:
     """Return a state with the caller's entries of now, and without the weights that the caller has
     written since it was handed over.
+
+    `is_one_of_several`: the state of rank 0's optimizer, which the caller may have loaded since, has
+    no entries of other ranks' stages.
     """
     if not saved.is_handed_over:
         return saved
@@ -431,6 +436,8 @@ def take_back(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimi
     names = _list_names(model, optimizer)
     callers = set(names.values())
     tensors, plain = export_state(optimizer, names)
+    if is_one_of_several:
+        callers = {key.rpartition("/")[0] for key in (*tensors, *plain)}
     others = {key: t for key, t in saved.optimizer.items() if not _is_callers(key, callers)}
     plain_others = {key: v for key, v in saved.plain.items() if not _is_callers(key, callers)}
     return saved._replace(

@@ -41,6 +41,15 @@ def _set_buffers(keys: Sequence[BufferKey], buffers: Sequence[torch.Tensor | Non
         module._buffers[name] = buffer
 
 
+def _describe_buffers(buffers: Sequence[torch.Tensor | None]) -> list[tuple[int, int] | None]:
+    """Return what changes when a buffer is replaced or written."""
+    return [
+        # a buffer that was made in inference mode has no version
+        None if b is None else (id(b), -1 if b.is_inference() else b._version)
+        for b in buffers
+    ]
+
+
 class GradientReplicas:
     """`count` replicas that share the weights and average their gradients before each update.
 
@@ -60,9 +69,13 @@ class GradientReplicas:
         self._buffers = [first] + [
             [None if b is None else b.clone() for b in first] for _ in range(count - 1)
         ]
+        # the model's buffers at the beginning, and after each batch; none within a batch
+        self._left = _describe_buffers(first)
 
     def enter(self, replica: int) -> None:
         """Put a replica's gradients and buffers into the model."""
+        if self._left:
+            self._share_changed_buffers()
         for p, gradient in zip(self._parameters, self._gradients[replica]):
             p.grad = gradient
         _set_buffers(self._buffer_keys, self._buffers[replica])
@@ -80,6 +93,20 @@ class GradientReplicas:
             p.grad = average_gradients([gradients[i] for gradients in self._gradients])
         self._gradients = [[None] * len(self._parameters) for _ in range(self.count)]
         _set_buffers(self._buffer_keys, self._buffers[0])
+        self._left = _describe_buffers(self._buffers[0])
+
+    def _share_changed_buffers(self) -> None:
+        """Give all replicas the buffers that the caller has changed in the model since the last
+        batch.
+        """
+        buffers = _get_buffers(self._buffer_keys)
+        for i, (before, now) in enumerate(zip(self._left, _describe_buffers(buffers))):
+            if now != before:
+                buffer = buffers[i]
+                for own in self._buffers:
+                    own[i] = None if buffer is None else buffer.clone()
+                self._buffers[0][i] = buffer
+        self._left = []
 
 
 class OuterOptimizer:

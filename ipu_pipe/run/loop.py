@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
+import torch
+
 from ipu_pipe.backends.interface import Report, StepResult
 from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.config.compare import dump_config
@@ -538,11 +540,14 @@ class TrainingLoop:
         if state is not None:
             state = join_loss(state)
             manifest = make_manifest(self.job, position, state.plain, states)
+            # entries of its state that are no parameter's
+            own = [key for key in self.job.optimizer.state if not isinstance(key, torch.Tensor)]
+            self.written_settings |= set(map(str, own))
             manifest["written_settings"] = sorted(self.written_settings)
             if self.written_settings and self.saver.newest is None:
                 self.progress.say(
-                    f"optimizer: keeps {list_some(sorted(self.written_settings))} in its parameter "
-                    f"groups, which checkpoints lack: this run cannot be resumed"
+                    f"optimizer: keeps {list_some(sorted(self.written_settings))} outside of its "
+                    f"parameters' entries, which checkpoints lack: this run cannot be resumed"
                 )
         best_steps = [position.best_step, *self.callbacks.list_best_steps()]
         self.saver.start(position.update, state, manifest, best_steps, settings.background)

@@ -145,8 +145,8 @@ def check_run(job: PlannedJob, out: Path, saved: Checkpoint) -> None:
     written = saved.manifest.get("written_settings")
     if written:
         raise BadInput(
-            f"--resume: {path}: optimizer: keeps {list_some(written)} in its parameter groups, which "
-            f"a checkpoint lacks: begin a new run from its weights (init_from: "
+            f"--resume: {path}: optimizer: keeps {list_some(written)} outside of its parameters' "
+            f"entries, which a checkpoint lacks: begin a new run from its weights (init_from: "
             f"{path / checkpoint.MODEL}), or train in a loop of your own, whose "
             f"Pipeline.state_dict() has them"
         )

@@ -219,7 +219,10 @@ class Method:
 
     def reads_old(self, stages: int) -> bool:
         """Return whether a pass may read older weights than the newest on P = `stages` stages."""
-        return self.is_stale and (stages > 1 or self.delay is not None or self.history is not None)
+        # also on one stage, where forwards run ahead by an order of their own, or a file's
+        has_order = self.order is not None or self.pipeline is Timeline.ROWS
+        has_delays = self.delay is not None or self.history is not None
+        return self.is_stale and (stages > 1 or has_order or has_delays)
 
     @property
     def stages_per_device(self) -> int:

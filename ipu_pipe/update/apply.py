@@ -26,6 +26,7 @@ from ipu_pipe.update.optimizer import (
     copy_setting,
     get_kind,
     list_parts,
+    show_groups,
 )
 from ipu_pipe.update.rules import (
     BY_RATE,
@@ -482,7 +483,9 @@ class UpdateRules:
                 if rule.step is not None
             ]
             with _delay_hooks(self.optimizer) if changing else contextlib.nullcontext():
-                self._step_optimizer(others)
+                self._step_optimizer(
+                    [s for s in self.stages.values() if s not in others and self._is_complete(s, k)]
+                )
                 # the optimizer's own steps, before the additions of rules
                 steps = {s: _compute_step(self.stages[s], old) for s, old in before.items()}
                 for change, setting, groups in changing:
@@ -515,16 +518,22 @@ class UpdateRules:
         for p, gradient in other_gradients:
             p.grad = gradient
 
-    def _step_optimizer(self, others: Sequence[StageState]) -> None:
-        """Step the optimizer, and pass on what it has written into the groups of all stages but
-        `others`.
+    def _is_complete(self, stage: StageState, k: int) -> bool:
+        """Return whether a stage has the gradients of all batches of its step after batch k."""
+        return (k + 1) % self.batches_per_step[stage.index] == 0
+
+    def _step_optimizer(self, stages: Sequence[StageState]) -> None:
+        """Step the optimizer, of which `stages` have gradients, and pass on what it has written into
+        their groups.
         """
         if self.after_step is None:
             self.optimizer.step()
             return
-        groups = [g for stage in self.stages.values() if stage not in others for g in stage.groups]
+        groups = [group for stage in stages for group in stage.groups]
         before = [copy_group(group) for group in groups]
-        self.optimizer.step()
+        # one that counts its steps in its groups must not count those of other stages
+        with show_groups(self.optimizer, groups):
+            self.optimizer.step()
         for group, settings in zip(groups, before):
             self.after_step(group, settings)
 

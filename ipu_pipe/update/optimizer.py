@@ -8,6 +8,7 @@ joins them.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
 import functools
@@ -17,6 +18,7 @@ from typing import (
     Callable,
     Dict,
     Iterable,
+    Iterator,
     List,
     Mapping,
     NamedTuple,
@@ -319,6 +321,20 @@ def list_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     return (
         list(optimizer.parts.values()) if isinstance(optimizer, OptimizersByGroup) else [optimizer]
     )
+
+
+@contextlib.contextmanager
+def show_groups(optimizer: torch.optim.Optimizer, groups: Groups) -> Iterator[None]:
+    """Hide all parameter groups but these from the optimizer and its parts inside the context."""
+    shown = {id(group) for group in groups}
+    present = [(part, part.param_groups) for part in list_parts(optimizer)]
+    for part, all_groups in present:
+        part.param_groups = [group for group in all_groups if id(group) in shown]
+    try:
+        yield
+    finally:
+        for part, all_groups in present:
+            part.param_groups = all_groups
 
 
 def keeps_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -324,12 +324,30 @@ class ProcessEngine(Engine):
             return self._evaluation.evaluate(batches, metrics)
 
     @contextlib.contextmanager
-    def hold_whole_model(self, everywhere: bool = True) -> Iterator[nn.Module | None]:
+    def hold_whole_model(
+        self, everywhere: bool = True, masters: bool = False
+    ) -> Iterator[nn.Module | None]:
         if self.run.precision.is_sharded:
             yield self._copy_whole_model(everywhere)
             return
+        self._interpreter.load_newest()
+        try:
+            # before the weights are gathered: the masters of other ranks are theirs
+            with self.hold_masters() if masters else contextlib.nullcontext():
+                self._gather_weights(everywhere)
+                self.newest_model = self.run.model if everywhere or self.is_main else None
+                try:
+                    yield None
+                finally:
+                    self.newest_model = None
+                    collect.free(self._freed)
+        finally:
+            # rounding the masters has made memory again
+            collect.free(self._freed)
+
+    def _gather_weights(self, everywhere: bool) -> None:
+        """Copy the weights of other ranks into the model, on the main rank or on every one."""
         with self._record_pause("checkpoint", "whole model"):
-            self._interpreter.load_newest()
             if everywhere:
                 collect.broadcast_weights(
                     self._mail, self.run.model, self._holders, self._layout.placement, self._freed
@@ -338,12 +356,6 @@ class ProcessEngine(Engine):
                 collect.gather_weights(
                     self._mail, self.run.model, self._holders, self._layout, self._freed
                 )
-        self.newest_model = self.run.model if everywhere or self.is_main else None
-        try:
-            yield None
-        finally:
-            self.newest_model = None
-            collect.free(self._freed)
 
     def _copy_whole_model(self, everywhere: bool) -> nn.Module | None:
         """Return a copy of the model with whole weights, of those that the caller has sharded; None
@@ -441,7 +453,7 @@ class ProcessEngine(Engine):
         with self._attribute_errors():
             self._interpreter.close()
             if self._holders:
-                with self.run.precision.put_masters_in_place(loads=True):
+                with self.hold_masters():
                     collect.broadcast_weights(
                         self._mail, self.run.model, self._holders, self._layout.placement
                     )
