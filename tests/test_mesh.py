@@ -299,45 +299,6 @@ def test_a_mesh_of_gpus_gives_the_emulators_weights(most_posted: int, tmp_path: 
 # ---- controls: what the care is for
 
 
-CONTROLS: Dict[str, Tuple[Row, str, Any]] = {
-    "whole weights of another version are kept":
-        (("pipemare", "sgd", "none"), "Gathering.begin_pass", lambda g, version, code: None),
-    "gradients that W leaves are not reduced": (("zb_h1", "sgd", "none"), "Gathering.reduce_left", lambda g: None),
-    "norms are of a rank's own shards": (("gpipe", "sgd", "global"), "Shards.list_groups_of", lambda s, p: []),
-}  # fmt: skip
-
-
-def train_carelessly(rank: int, folder: Path, names: List[str]) -> None:
-    from ipu_pipe.backends.processes.gathering import Gathering
-    from ipu_pipe.model.shards import Shards
-
-    mesh = make_mesh(pp=2, dp=2)
-    classes = {"Gathering": Gathering, "Shards": Shards}
-    for name in names:
-        row, place, careless = CONTROLS[name]
-        owner, method = place.split(".")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(classes[owner], method, careless)
-            keys = list_mesh_keys(mesh, shards=True)
-            result = train_mesh_row(
-                row, 2, lambda batches: batches[mesh.get_local_rank("dp")], **keys
-            )
-        if rank == 0:
-            torch.save(result, folder / f"{method}.pt")
-
-
-@pytest.mark.slow
-def test_each_care_for_fsdp_is_needed(tmp_path: Path) -> None:
-    """Story: a test of PipeDream alone did not see that whole weights were stale."""
-    run_in_group(4, train_carelessly, tmp_path, list(CONTROLS))
-    for name, (row, place, _) in CONTROLS.items():
-        expected = train_row_on_emulator(row, 2)[0]["model"]
-        actual = torch.load(tmp_path / f"{place.split('.')[1]}.pt", weights_only=False)[0]["model"]
-        assert (
-            max(float((value - actual[key]).abs().max()) for key, value in expected.items()) > 1e-4
-        ), name
-
-
 # ---- states
 
 
@@ -807,53 +768,3 @@ def test_ranks_of_tensor_parallelism_that_differ_are_refused(tmp_path: Path) -> 
 
 
 # ---- a language model of transformers
-
-
-def make_llama() -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).double()
-
-
-def train_llama(take: Callable[[torch.Tensor], torch.Tensor], **keys: Any) -> Dict[str, Any]:
-    model = make_llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with ipu_pipe.Pipeline(
-        model, None, optimizer, "pipedream_2bw", stages=["model.layers.2"], microbatches=2, **keys
-    ) as pipe:
-        for k in range(4):
-            generator = torch.Generator().manual_seed(k)
-            tokens = take(torch.randint(0, 32, (8, 12), generator=generator))
-            pipe.step({"input_ids": tokens, "labels": tokens})
-        return pipe.state_dict()
-
-
-def train_llama_on_mesh(rank: int, folder: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = make_mesh(pp=2, dp=2)
-
-    def shard(stage: nn.Module, index: int) -> None:
-        for module in stage.modules():
-            if type(module).__name__ == "LlamaDecoderLayer":
-                fully_shard(module, mesh=mesh["dp"])
-        fully_shard(stage, mesh=mesh["dp"])
-
-    half = mesh.get_local_rank("dp")
-    keys = {**list_mesh_keys(mesh, shards=True), "prepare_stage": shard}
-    state = train_llama(lambda tokens: tokens.chunk(2)[half], **keys)
-    if rank == 0:
-        torch.save(state, folder / "llama.pt")
-
-
-@pytest.mark.slow
-def test_a_llama_trains_beside_fsdp(tmp_path: Path) -> None:
-    expected = train_llama(lambda tokens: tokens, replicas=2)
-    run_in_group(4, train_llama_on_mesh, tmp_path)
-    actual = torch.load(tmp_path / "llama.pt", weights_only=False)
-    for name, value in expected["model"].items():
-        assert float((value - actual["model"][name]).abs().max()) < 1e-11, name

@@ -247,26 +247,6 @@ def test_a_rate_of_zero_on_the_first_stage_stops_no_other(tmp_path: Path) -> Non
     assert {group["stage"]: group["lr"] for group in job.optimizer.param_groups} == {0: 0.0, 1: 0.1}
 
 
-def test_settings_by_stage_are_the_groups_own() -> None:
-    optimizer = {
-        "name": "sgd",
-        "lr": 0.1,
-        "momentum": 0.5,
-        "by_stage": {"momentum": [0.25, 0.75], "lr": [0.1, 0.2]},
-    }
-    job = build(
-        ipu_pipe.configure(**{**HOW, "optimizer": optimizer, "method": "pipedream"}),
-        make_grouped_model(),
-        make_labelled_data(),
-    )
-    assert [(g["momentum"], g["lr"]) for g in job.optimizer.param_groups] == [
-        (0.25, 0.1),
-        (0.75, 0.2),
-    ]
-    job.rules.step(0, None)
-    assert [g["lr"] for g in job.optimizer.param_groups] == [0.1, 0.2]
-
-
 def test_settings_by_stage_leave_parameters_without_decay_so() -> None:
     """Story: their groups got the stage's weight_decay."""
     optimizer = {
@@ -373,22 +353,6 @@ def test_users_optimizers_take_two_buffered_weights(args: Any) -> None:
     train_on_emulator(unsplit, method, 4, batch, functools.partial(Lion, lr=0.01), args=args)
     train_literally(twin, method, 4, batch, functools.partial(Lion, lr=0.01), args=args)
     assert_equals_stages(unsplit, twin)
-
-
-def test_groups_of_users_optimizers_are_named_by_import_strings(tmp_path: Path) -> None:
-    lion = {"name": "tests.test_optimizer_groups:Lion", "lr": 1e-3, "args": {"decay": 0.1}}
-    groups = [{"ndim": 2, **lion}, {"name": "torch.optim:Adagrad", "lr": 1e-2}]
-    keys = {
-        "method": "pipedream_2bw",
-        "gradient_accumulation": 2,
-        "checkpoint": {"every": 2, "keep": 9},
-        "steps": 4,
-    }
-    uninterrupted = train_groups(tmp_path / "a", groups, **keys)
-    train_groups(tmp_path / "b", groups, **{**keys, "steps": 2})
-    assert are_weights_equal(
-        train_groups(tmp_path / "b", groups, resume_from=2, **keys), uninterrupted
-    )
 
 
 def make_synthetic_text(**options: Any) -> TextData:
