@@ -5,13 +5,11 @@ from __future__ import annotations
 import operator
 from typing import Any, Callable, Dict, List, Tuple
 
-import numpy as np
 import pytest
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ipu_pipe.backends.xla.devices import import_jax
 from ipu_pipe.cut import graphs as module_under_test
 from ipu_pipe.cut.cutting import cut_model
 from ipu_pipe.cut.graphs import draw_masks, trace_pieces, trace_stages
@@ -68,13 +66,6 @@ def make_fused_attention() -> nn.Module:
 
 CASES: Dict[str, Case] = {
     "mlp": (mlp.mlp, lambda: torch.randn(3, 64, dtype=torch.float64), draw_classes, 4),
-    "resnet18": (lambda: resnet.resnet18(10), lambda: draw_image(32), draw_classes, 3),
-    "resnet50": (
-        lambda: resnet.resnet50(10, norm="group"),
-        lambda: draw_image(32),
-        draw_classes,
-        2,
-    ),
     "preact_resnet20_group": (resnet.preact_resnet20, lambda: draw_image(16), draw_classes, 3),
     "preact_resnet20_batch": (
         lambda: resnet.preact_resnet20(norm="batch"),
@@ -108,12 +99,6 @@ CASES: Dict[str, Case] = {
         4,
     ),
 }
-
-
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in ("resnet18", "resnet50") else [])
-    for name in CASES
-]
 
 
 class Run:
@@ -228,13 +213,13 @@ def compare_with_autograd(run: Run) -> List[Tuple[str, float]]:
     return errors
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_graphs_equal_autograd_under_overwritten_weights(runs: Dict[str, Run], name: str) -> None:
     wrong = [error for error in compare_with_autograd(get_run(runs, name)) if not error[1] < 1e-12]
     assert not wrong
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_halves_of_a_backward_give_its_bits(runs: Dict[str, Run], name: str) -> None:
     run = get_run(runs, name)
     for graphs in run.graphs:
@@ -257,48 +242,6 @@ def test_the_halves_of_a_backward_give_its_bits(runs: Dict[str, Run], name: str)
         assert len(early) - count == len(graphs.kept)
         for a, b in zip(whole, [*late, *early[:count]]):
             assert (a is None and b is None) or torch.equal(a, b)
-
-
-# tests/xla_runs.py trains the others
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["resnet18", "vgg11", "transformer_translation", "fused_attention"]
-)
-def test_graphs_lowered_for_xla_give_what_torch_gives(runs: Dict[str, Run], name: str) -> None:
-    jax = pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xla]'")
-    import_jax()
-    from ipu_pipe.backends.xla.lower import lower
-
-    # the translation's positions are computed in single precision
-    bound = 1e-6 if name == "transformer_translation" else 1e-12
-    run = get_run(runs, name)
-    inputs = list_values(run.x)
-    for s, graphs in enumerate(run.graphs):
-        torch.manual_seed(s)
-        weights = [run.model.get_parameter(name).detach() for name in graphs.weights]
-        state = run.list_state(s)
-        labels = [run.y] if graphs.labels else []
-        others = [*state, *run.draw_masks(s, 5), *inputs, *labels]
-        results = graphs.forward(*weights, *others)
-        saved = results[graphs.outputs + len(state) :]
-        gradients = [torch.randn_like(results[i]) for i in graphs.gradients]
-        back = [*weights, *saved, *gradients]
-        kept = graphs.input_gradient(*back)[len(graphs.differentiable) :]
-        passes = {
-            "forward": (graphs.forward, [*weights, *others]),
-            "backward": (graphs.backward, back),
-            "input gradient": (graphs.input_gradient, back),
-            "weight gradient": (graphs.weight_gradient, kept),
-        }
-        for kind, (graph, arguments) in passes.items():
-            expected = graph(*arguments)
-            actual = jax.jit(lower(graph))(*(t.numpy() for t in arguments))
-            assert len(expected) == len(actual)
-            for i, (a, b) in enumerate(zip(expected, actual)):
-                lowered = None if b is None else torch.from_numpy(np.array(b))
-                assert lowered is None or lowered.dtype == a.dtype
-                assert measure_error(a, lowered) < bound, (s, kind, i)
-        inputs = results[: graphs.outputs]
 
 
 def test_a_weight_gradient_reads_no_weight_and_a_first_stage_has_no_input_gradient(

@@ -119,17 +119,8 @@ def train_mesh_row(
     row: Row, copies: int, take: Callable[[Any], Any], **keys: Any
 ) -> Tuple[Dict[str, Any], List[Any], Any]:
     """Train by a row, and return the state, the losses and an evaluation."""
-    method, optimizer, clip = row
-    net = make_net()
-    pipe = ipu_pipe.Pipeline(
-        net,
-        cross_entropy,
-        OPTIMIZERS[optimizer](net),
-        stages=BOUNDARIES,
-        clip=CLIPS[clip],
-        **METHODS[method],
-        **keys,
-    )
+    method = row[0]
+    pipe = make_row_pipeline(row, **keys)
     losses = []
     for k in range(UPDATES):
         batches = draw_mesh_batches(k, METHODS[method]["microbatches"], copies)
@@ -143,11 +134,12 @@ def train_mesh_row(
     return state, losses, measured
 
 
-def train_row_on_emulator(row: Row, replicas: int) -> Any:
-    def join(batches: List[Any]) -> Any:
-        return [torch.cat(parts) for parts in zip(*batches)]
+def join_replicas(batches: List[Any]) -> Any:
+    return [torch.cat(parts) for parts in zip(*batches)]
 
-    return train_mesh_row(row, replicas, join, replicas=replicas)
+
+def train_row_on_emulator(row: Row, replicas: int) -> Any:
+    return train_mesh_row(row, replicas, join_replicas, replicas=replicas)
 
 
 def assert_near(expected: Any, actual: Any, label: str) -> None:
@@ -326,10 +318,6 @@ def give_updates(
 STATEFUL: Row = ("pipedream_2bw", "adamw", "stage")
 
 
-def join_replicas(batches: List[Any]) -> Any:
-    return [torch.cat(parts) for parts in zip(*batches)]
-
-
 def require_equal_states(one: Any, other: Any) -> None:
     for part in ("model", "optimizer"):
         assert one[part].keys() == other[part].keys()
@@ -385,31 +373,8 @@ def save_and_load_on_mesh(rank: int, folder: Path) -> None:
                 require_whole_model(pipe, again, rank)
 
 
-def load_on_a_column(rank: int, folder: Path) -> None:
-    """Load the mesh's state into four stages, before the first step and after one."""
-    state = torch.load(folder / "joined.pt", weights_only=False)
-    mesh = make_mesh(pp=4)
-    method, optimizer, _ = STATEFUL
-    for is_used in (False, True):
-        net = make_net()
-        with ipu_pipe.Pipeline(
-            net,
-            cross_entropy,
-            OPTIMIZERS[optimizer](net),
-            stages=["blocks.1", "blocks.2", "blocks.3"],
-            **METHODS[method],
-            **list_mesh_keys(mesh, shards=False),
-        ) as pipe:
-            if is_used:
-                give_updates(pipe, STATEFUL, range(9, 10), join_replicas)
-            pipe.load_state_dict(state)
-            whole = pipe.state_dict()
-        if rank == 0:
-            torch.save(whole, folder / f"column-{is_used}.pt")
-
-
 @pytest.mark.slow
-def test_a_state_goes_from_the_emulator_to_a_mesh_to_another_and_back(tmp_path: Path) -> None:
+def test_a_state_goes_from_the_emulator_to_a_mesh_and_back(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with make_row_pipeline(STATEFUL, replicas=2) as pipe:
@@ -432,14 +397,6 @@ def test_a_state_goes_from_the_emulator_to_a_mesh_to_another_and_back(tmp_path: 
                 pipe.load_state_dict(loaded)
                 give_updates(pipe, STATEFUL, range(5, 7), join_replicas)
                 assert_near((last, [], {}), (pipe.state_dict(), [], {}), "back on the emulator")
-    (tmp_path / "store").unlink()
-    run_in_group(4, load_on_a_column, tmp_path)
-    for is_used in (False, True):
-        whole = torch.load(tmp_path / f"column-{is_used}.pt", weights_only=False)
-        require_equal_states(state, whole)
-        with make_row_pipeline(STATEFUL, replicas=2) as pipe:
-            pipe.load_state_dict(whole)
-            require_equal_states(state, pipe.state_dict())
 
 
 # ---- the caller's optimizer, whose state is that of the shards
@@ -588,7 +545,7 @@ def lose_a_rank(rank: int, folder: Path, method: str, is_killed: bool) -> None:
     end_process(0)
 
 
-LOSSES = ["gpipe killed", "gpipe waits", "pipedream killed", "pipedream waits"]
+LOSSES = ["gpipe killed", "pipedream waits"]
 
 
 @pytest.mark.parametrize("loss", mark_slow(LOSSES, lambda loss: loss == "gpipe killed"))

@@ -416,24 +416,6 @@ def test_calls_that_are_refused_change_nothing(name: str) -> None:
     assert plain.losses == loop.losses
 
 
-def test_modules_keep_the_modes_that_they_come_with() -> None:
-    loop = Loop(CASES["pipedream"])
-    statistics = loop.model[3].eval().running_mean.clone()
-    with pytest.warns(UserWarning, match="1 module stays in evaluation mode: 3"):
-        loop.run(0, 3)
-    loop.pipe.evaluate([make_loop_batch(loop.case, 0)])
-    loop.run(3, 5)
-    loop.model.eval()
-    with pytest.raises(RuntimeError, match="mode"):
-        loop.run(5, 6)
-    assert torch.equal(loop.close()[3].running_mean, statistics)
-    whole = Loop(CASES["pipedream"])
-    whole.model.eval()
-    with pytest.warns(UserWarning, match="came in evaluation mode"):
-        whole.run(0, 3)
-    assert not torch.equal(whole.close()[3].running_mean, statistics)
-
-
 def test_microbatches_have_weights(tmp_path: Path) -> None:
     """Weights of microbatches count as in `train`, also weights of 0 and updates without any."""
 

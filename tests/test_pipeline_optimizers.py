@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple, Type
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.update.coupling import Coupling, find_coupling
-from ipu_pipe.update.optimizer import ELEMENTWISE
 from tests.support.processes import end_rank, run_in_group
 from tests.support.runs import needs_processes
 from tests.test_pipeline_state import Harmonic, flatten, make_batch, make_model, make_pipeline
@@ -282,18 +281,6 @@ def test_coupled_parameters_are_found_on_a_copy(optimizer_class: Any, coupling: 
     assert find_coupling(optimizer) == coupling
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(p, torch.ones(3)) and not optimizer.state and p.grad is None
-
-
-@pytest.mark.parametrize("optimizer_class", ELEMENTWISE)
-def test_torchs_elementwise_optimizers_are_not_tried(
-    optimizer_class: Type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have no coupling, which a subclass, which is tried, shows."""
-    optimizer = optimizer_class([nn.Parameter(torch.ones(3))], lr=0.01)  # type: ignore[call-arg]
-    subclass: Any = type("Subclass", (optimizer_class,), {})
-    assert find_coupling(subclass([nn.Parameter(torch.ones(3))], lr=0.01)) == Coupling()
-    monkeypatch.setattr("ipu_pipe.update.coupling._try", None)
-    assert find_coupling(optimizer) == Coupling()
 
 
 def test_a_coupled_optimizer_is_refused_where_stages_step_apart() -> None:
