@@ -244,21 +244,6 @@ def test_the_halves_of_a_backward_give_its_bits(runs: Dict[str, Run], name: str)
             assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_a_weight_gradient_reads_no_weight_and_a_first_stage_has_no_input_gradient(
-    runs: Dict[str, Run],
-) -> None:
-    for name in ("mlp", "preact_resnet20_batch", "transformer_lm"):
-        run = get_run(runs, name)
-        assert run.graphs[0].differentiable == ()
-        for graphs in run.graphs:
-            shapes = [t.shape for t in graphs.kept]
-            places = [n for n in graphs.weight_gradient.graph.nodes if n.op == "placeholder"]
-            assert [n.meta["val"].shape for n in places] == shapes
-            assert not {n.name for n in places} & {
-                f"primals_{i + 1}" for i in range(len(graphs.weights))
-            }
-
-
 def test_tracing_leaves_the_model_as_it_was() -> None:
     run = Run(CASES["vgg11"])
     before = {name: t.clone() for name, t in run.model.state_dict().items()}

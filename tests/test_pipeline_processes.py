@@ -174,7 +174,13 @@ def test_states_go_from_backend_to_backend(tmp_path: Path) -> None:
 
 WITHIN_ROUNDS = {
     "diloco": CASES["diloco"],
-    "blocks": Case("local_greedy", 1, {"block_accumulation": [1, 3]}, stages=["5"]),
+    # whose heads have settings of their own
+    "blocks": Case(
+        "local_greedy",
+        args={"block_accumulation": [1, 3]},
+        others={"heads": {"lr": 0.2, "momentum": 0.5}},
+        stages=["5"],
+    ),
 }
 
 
