@@ -251,9 +251,6 @@ def test_weights_that_one_rank_has_changed_are_not_trained_on(tmp_path: Path) ->
     run_in_group(2, change_on_rank_0, tmp_path)
 
 
-# ---- evaluation and prediction
-
-
 # ---- reduction, allow_nonfinite, stages_per_device
 
 

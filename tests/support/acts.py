@@ -542,6 +542,3 @@ def compare_walk(weights: Any, walk: Walk, tolerance: float = 0.0) -> Outcome:
     expected = compute_expected(walk)
     is_right = is_near(weights, expected, tolerance) if tolerance else is_equal(weights, expected)
     return Outcome("equal" if is_right else "differs", "", walk)
-
-
-# ---- a failing walk, made small
