@@ -28,7 +28,7 @@ BOTH, LAST = (
     r".*c_attn",
     r"transformer\.h\.1\.attn\.c_attn",
 )  # where adapters are: on both stages, on the second alone
-RUNS = [("gpipe", BOTH), ("pipedream", BOTH), ("pipedream_2bw", LAST)]
+RUNS = [("gpipe", BOTH), ("pipedream_2bw", LAST)]
 STAGE = "base_model.model.transformer.h.1"
 
 
@@ -160,11 +160,6 @@ def test_a_frozen_stage_has_one_version_no_gradient_and_no_state(tmp_path: Path)
     assert frozen_stage["weight_bytes"] == 4 * frozen_stage["parameters"]
     assert trained_stage["weight_bytes"] == 4 * (trained_stage["parameters"] + tied)
     assert memory[1]["gradient_bytes"] == 4 * adapters
-    both = train_adapters(make_adapted_gpt2(BOTH), "pipedream", tmp_path / "both", "emulator")[
-        "stages"
-    ][0]
-    assert both["weight_copies"] == 2
-    assert both["weight_bytes"] == 4 * (both["parameters"] + 3 * 2 * 8 + 2 * 8)
 
 
 def train_adapters_plainly(model: torch.nn.Module) -> None:

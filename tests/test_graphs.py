@@ -5,13 +5,11 @@ from __future__ import annotations
 import operator
 from typing import Any, Callable, Dict, List, Tuple
 
-import numpy as np
 import pytest
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from ipu_pipe.backends.xla.devices import import_jax
 from ipu_pipe.cut import graphs as module_under_test
 from ipu_pipe.cut.cutting import cut_model
 from ipu_pipe.cut.graphs import draw_masks, trace_pieces, trace_stages
@@ -68,13 +66,6 @@ def make_fused_attention() -> nn.Module:
 
 CASES: Dict[str, Case] = {
     "mlp": (mlp.mlp, lambda: torch.randn(3, 64, dtype=torch.float64), draw_classes, 4),
-    "resnet18": (lambda: resnet.resnet18(10), lambda: draw_image(32), draw_classes, 3),
-    "resnet50": (
-        lambda: resnet.resnet50(10, norm="group"),
-        lambda: draw_image(32),
-        draw_classes,
-        2,
-    ),
     "preact_resnet20_group": (resnet.preact_resnet20, lambda: draw_image(16), draw_classes, 3),
     "preact_resnet20_batch": (
         lambda: resnet.preact_resnet20(norm="batch"),
@@ -108,12 +99,6 @@ CASES: Dict[str, Case] = {
         4,
     ),
 }
-
-
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.slow] if name in ("resnet18", "resnet50") else [])
-    for name in CASES
-]
 
 
 class Run:
@@ -228,13 +213,13 @@ def compare_with_autograd(run: Run) -> List[Tuple[str, float]]:
     return errors
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_graphs_equal_autograd_under_overwritten_weights(runs: Dict[str, Run], name: str) -> None:
     wrong = [error for error in compare_with_autograd(get_run(runs, name)) if not error[1] < 1e-12]
     assert not wrong
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_halves_of_a_backward_give_its_bits(runs: Dict[str, Run], name: str) -> None:
     run = get_run(runs, name)
     for graphs in run.graphs:
@@ -257,97 +242,6 @@ def test_the_halves_of_a_backward_give_its_bits(runs: Dict[str, Run], name: str)
         assert len(early) - count == len(graphs.kept)
         for a, b in zip(whole, [*late, *early[:count]]):
             assert (a is None and b is None) or torch.equal(a, b)
-
-
-# tests/xla_runs.py trains the others
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["resnet18", "vgg11", "transformer_translation", "fused_attention"]
-)
-def test_graphs_lowered_for_xla_give_what_torch_gives(runs: Dict[str, Run], name: str) -> None:
-    jax = pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xla]'")
-    import_jax()
-    from ipu_pipe.backends.xla.lower import lower
-
-    # the translation's positions are computed in single precision
-    bound = 1e-6 if name == "transformer_translation" else 1e-12
-    run = get_run(runs, name)
-    inputs = list_values(run.x)
-    for s, graphs in enumerate(run.graphs):
-        torch.manual_seed(s)
-        weights = [run.model.get_parameter(name).detach() for name in graphs.weights]
-        state = run.list_state(s)
-        labels = [run.y] if graphs.labels else []
-        others = [*state, *run.draw_masks(s, 5), *inputs, *labels]
-        results = graphs.forward(*weights, *others)
-        saved = results[graphs.outputs + len(state) :]
-        gradients = [torch.randn_like(results[i]) for i in graphs.gradients]
-        back = [*weights, *saved, *gradients]
-        kept = graphs.input_gradient(*back)[len(graphs.differentiable) :]
-        passes = {
-            "forward": (graphs.forward, [*weights, *others]),
-            "backward": (graphs.backward, back),
-            "input gradient": (graphs.input_gradient, back),
-            "weight gradient": (graphs.weight_gradient, kept),
-        }
-        for kind, (graph, arguments) in passes.items():
-            expected = graph(*arguments)
-            actual = jax.jit(lower(graph))(*(t.numpy() for t in arguments))
-            assert len(expected) == len(actual)
-            for i, (a, b) in enumerate(zip(expected, actual)):
-                lowered = None if b is None else torch.from_numpy(np.array(b))
-                assert lowered is None or lowered.dtype == a.dtype
-                assert measure_error(a, lowered) < bound, (s, kind, i)
-        inputs = results[: graphs.outputs]
-
-
-def test_cut_by_the_incoming_gradient_a_norm_reads_the_weights_of_its_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The trap: everything that stashes weights would stay exact."""
-    case = CASES["preact_resnet20_group"]
-    find_saved = module_under_test._Passes._find_saved
-
-    def find_saved_by_gradient(passes: Any) -> Any:
-        """Take all nodes that no gradient reaches for the forward's."""
-        nodes = list(passes._joint.graph.nodes)
-        reached = set(passes._tangents)
-        for node in nodes:
-            if any(i in reached for i in node.all_input_nodes):
-                reached.add(node)
-        outputs = passes.outputs
-        passes.outputs = [n for n in nodes if n not in reached and n.op == "call_function"]
-        saved = find_saved(passes)
-        passes.outputs = outputs
-        return saved
-
-    monkeypatch.setattr(module_under_test._Passes, "_find_saved", find_saved_by_gradient)
-    worst = max(error for _, error in compare_with_autograd(Run(case)))
-    assert 1e-6 < worst < 1
-
-
-def test_a_weight_gradient_reads_no_weight_and_a_first_stage_has_no_input_gradient(
-    runs: Dict[str, Run],
-) -> None:
-    for name in ("mlp", "preact_resnet20_batch", "transformer_lm"):
-        run = get_run(runs, name)
-        assert run.graphs[0].differentiable == ()
-        for graphs in run.graphs:
-            shapes = [t.shape for t in graphs.kept]
-            places = [n for n in graphs.weight_gradient.graph.nodes if n.op == "placeholder"]
-            assert [n.meta["val"].shape for n in places] == shapes
-            assert not {n.name for n in places} & {
-                f"primals_{i + 1}" for i in range(len(graphs.weights))
-            }
-
-
-def test_a_user_prints_the_passes_of_a_stage(runs: Dict[str, Run]) -> None:
-    run = get_run(runs, "mlp")
-    graphs = trace_stages(run.model, run.begins, (run.x, run.y), F.cross_entropy)
-    text = graphs[1].format_text()
-    for name in ("forward", "backward", "input_gradient", "weight_gradient"):
-        assert f"def {name}(self" in text
-    assert graphs[1].weights[0] in text and f"{graphs[1].saved_bytes} bytes" in text
 
 
 def test_tracing_leaves_the_model_as_it_was() -> None:

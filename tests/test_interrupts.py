@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Iterator, List, NamedTuple, Tuple
@@ -113,14 +112,6 @@ def test_ctrl_c_at_any_moment_ends_a_run(
     failures = [
         run for run in runs if run.code not in (0, 130, -signal.SIGINT) or "Traceback" in run.error
     ]
-    if REPEATS > 4:
-        with capsys.disabled():
-            seconds = sorted(run.seconds for run in runs)
-            codes = dict(Counter(run.code for run in runs))
-            print(
-                f"\n{REPEATS} times: exit codes {codes}, seconds: median {seconds[REPEATS // 2]:.2f}, most {seconds[-1]:.2f}"
-            )
-            print(*failures, sep="\n")
     assert not failures
     assert any(run.code == 130 and "interrupted" in run.error for run in runs)
 

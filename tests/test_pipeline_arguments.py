@@ -27,9 +27,8 @@ from tests.support.loops import (
     make_sgd,
     take_share,
 )
-from tests.support.processes import end_rank, run_in_group, wait_for_file
+from tests.support.processes import run_in_group
 from tests.support.runs import assert_same, needs_processes
-from tests.support.slow import mark_slow
 
 ON_TWO: Dict[str, Any] = {"backend": "distributed", "deadline": 60}
 PIPEDREAM = Case("pipedream", 2, stages=["5"])
@@ -43,63 +42,6 @@ def make_default_pipeline(**keys: Any) -> ipu_pipe.Pipeline:
     return ipu_pipe.Pipeline(
         model, nn.functional.cross_entropy, optimizer, **{"stages": STAGES, **keys}
     )
-
-
-def run_until_both_ranks_end(work: Any, folder: Path) -> None:
-    """Run `work` on two ranks, and assert that both reached its end."""
-    run_in_group(2, work, folder)
-    assert all((folder / f"{rank}.ended").exists() for rank in range(2))
-
-
-# ---- one line for each argument that does not fit
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ({"device": "tpu"}, "device: tpu: "),
-        ({"device": torch.device("meta")}, "device: meta: "),
-        (
-            {"device": "cuda", "backend_args": {"device": "cpu"}},
-            "device: cuda: backend_args has cpu",
-        ),
-        ({"deadline": -1.0}, "deadline: -1"),
-        ({"deadline": 20, "backend_args": {"deadline": 30}}, "deadline: 20: backend_args has 30"),
-        ({"heads": {"lr": 0.1}}, "heads: {'lr': 0.1}: method gpipe adds no auxiliary heads"),
-        (
-            {"method": "local_greedy", "heads": {"betas": 1}},
-            "heads: betas: must be a setting of SGD: lr, momentum",
-        ),
-        ({"method": "local_greedy", "heads": {"lr": -0.1}}, "heads: Invalid learning rate"),
-        ({"method": "local_greedy", "heads": 0.1}, "heads: 0.1: must be a mapping"),
-        ({"process_group": "gloo"}, "process_group: backend emulator has no processes"),
-    ],
-)
-def test_arguments_that_do_not_fit(arguments: Dict[str, Any], line: str) -> None:
-    model = make_perceptron()
-    optimizer = make_sgd(model.parameters())
-    with pytest.raises(BadInput) as error:
-        make_default_pipeline(model=model, optimizer=optimizer, **arguments)
-    assert error.value.faults[0].startswith(line), error.value.faults
-    # the optimizer is the caller's again
-    optimizer.step()
-
-
-def test_classes_in_place_of_objects() -> None:
-    model = make_perceptron()
-    optimizer = make_sgd(model.parameters())
-    # story: the class was called with outputs as its settings, and its own error was shown
-    with pytest.raises(BadInput, match="^loss: the class CrossEntropyLoss: must be a function"):
-        ipu_pipe.Pipeline(model, nn.CrossEntropyLoss, optimizer, stages=STAGES)
-    wrong: Any = nn.Linear
-    with pytest.raises(BadInput, match="^model: the class Linear: must be a torch.nn.Module"):
-        ipu_pipe.Pipeline(wrong, nn.CrossEntropyLoss(), optimizer, stages=STAGES)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(BadInput, match="^device: cuda: this machine has no usable CUDA device"):
-        make_default_pipeline(device="cuda").step(*make_loop_batch(Case("gpipe", 4), 0))
 
 
 # ---- device and deadline
@@ -130,60 +72,9 @@ def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.Monkey
         require_current_gpu(make_perceptron(), torch.device("cuda:1"))
 
 
-def call_late(rank: int, folder: Path) -> None:
-    loop = Loop(PIPEDREAM, backend="distributed", deadline=5)
-    loop.run(0, 3, drains=False)
-    if rank == 0:
-        # as long as the other rank waits for step 3
-        wait_for_file(folder / "1.waited")
-    else:
-        with pytest.raises(
-            RunFault, match="rank 0 has not called step 3 .*this rank waits in step 3"
-        ):
-            loop.pipe.step(*make_loop_batch(loop.case, 3))
-        (folder / "1.waited").touch()
-    loop.pipe.abort()
-    end_rank(folder, rank)
-
-
-def call_another_method(rank: int, folder: Path) -> None:
-    loop = Loop(PIPEDREAM, backend="distributed", deadline=5)
-    loop.run(0, 3, drains=False)
-    batch = make_loop_batch(loop.case, 3)
-    with pytest.raises(
-        RunFault, match="rank 1 is in evaluate" if rank == 0 else "rank 0 is in state_dict"
-    ):
-        loop.pipe.state_dict() if rank == 0 else loop.pipe.evaluate([batch])
-    loop.pipe.abort()
-    end_rank(folder, rank)
-
-
-def fail_in_a_call(rank: int, folder: Path) -> None:
-    loop = Loop(PIPEDREAM, backend="distributed", deadline=60)
-    loop.run(0, 3, drains=False)
-    x, y = make_loop_batch(loop.case, 3)
-    with pytest.raises(IndexError if rank else RunFault) as fault:
-        for _ in range(4):
-            loop.pipe.step(x, y + 9 * rank)
-    assert rank == 1 or "rank 1 has left step 3 with an error" in str(fault.value)
-    loop.pipe.abort()
-    end_rank(folder, rank)
-
-
-@needs_processes
-@pytest.mark.parametrize(
-    "work",
-    mark_slow(
-        [call_late, call_another_method, fail_in_a_call], lambda work: work is fail_in_a_call
-    ),
-)
-def test_a_lost_rank_is_named_with_its_missing_call(work: Any, tmp_path: Path) -> None:
-    run_until_both_ranks_end(work, tmp_path)
-
-
 def call_late_within_the_deadline(rank: int, folder: Path) -> None:
     loop = Loop(PIPEDREAM, backend="distributed", deadline=60)
-    for k in range(5):
+    for k in range(2):
         # long enough for the place to be published, and taken back
         time.sleep(1.5 if rank == k % 2 else 0)
         loop.run(k, k + 1, drains=False)
@@ -213,6 +104,9 @@ def pass_process_groups(rank: int, folder: Path) -> None:
         Loop(PIPEDREAM, process_group=alone[1 - rank], **ON_TWO)
     with pytest.raises(BadInput, match="^process_group: a str: "):
         Loop(PIPEDREAM, process_group="gloo", **ON_TWO)
+    dist.get_backend_config = lambda group=None: "cuda:nccl"
+    with pytest.raises(BadInput, match="the process group .cuda:nccl. has no backend for the CPU"):
+        Loop(PIPEDREAM, **ON_TWO)
 
 
 @needs_processes
@@ -220,26 +114,7 @@ def test_a_process_group_has_this_rank(tmp_path: Path) -> None:
     run_in_group(2, pass_process_groups, tmp_path)
 
 
-def remove_the_cpu_backend(rank: int, folder: Path) -> None:
-    dist.get_backend_config = lambda group=None: "cuda:nccl"
-    with pytest.raises(BadInput, match="the process group .cuda:nccl. has no backend for the CPU"):
-        Loop(PIPEDREAM, **ON_TWO)
-
-
-@needs_processes
-def test_a_group_without_a_backend_for_the_cpu_is_refused(tmp_path: Path) -> None:
-    run_in_group(2, remove_the_cpu_backend, tmp_path)
-
-
 # ---- settings of the auxiliary heads
-
-
-def select_heads(state: Dict[str, Any]) -> Dict[str, torch.Tensor]:
-    return {
-        name: value
-        for name, value in state["model"].items()
-        if name.startswith("_heads") or "head" in name
-    }
 
 
 def train_heads(**keys: Any) -> Tuple[Dict[str, Any], Dict[str, Any]]:
@@ -267,28 +142,13 @@ def test_heads_have_settings_of_their_own() -> None:
 
 
 def get_head(state: Dict[str, Any]) -> torch.Tensor:
-    heads = select_heads(state)
-    assert heads, list(state["model"])
-    return torch.cat([value.flatten() for value in heads.values()])
-
-
-def compare_heads(rank: int, folder: Path) -> None:
-    last = train_heads(heads={"lr": 0.2, "momentum": 0.5}, **ON_TWO)[1]
-    if rank == 0:
-        assert_same(torch.load(folder / "emulator.pt")["model"], last["model"])
-
-
-@needs_processes
-def test_heads_have_the_same_settings_on_processes(tmp_path: Path) -> None:
-    torch.save(train_heads(heads={"lr": 0.2, "momentum": 0.5})[1], tmp_path / "emulator.pt")
-    run_in_group(2, compare_heads, tmp_path)
+    return torch.cat([v.flatten() for name, v in state["model"].items() if "head" in name])
 
 
 # ---- a state in parts
 
 
 SHARDED = {
-    "pipedream": PIPEDREAM,
     "local_greedy": GREEDY,
     "replicas": REPLICAS,
     "zbv": Case("zbv", 4, stages=STAGES),
@@ -303,10 +163,8 @@ def resume_from_parts(rank: int, folder: Path) -> None:
         loop.run(0, 4)
         whole, part = loop.pipe.state_dict(), loop.pipe.state_dict(sharded=True)
         assert bool(whole) == (rank == 0) and part["layout"]["rank"] == rank
-        if rank == 0 and name == "pipedream":
-            assert set(part["model"]) < set(whole["model"]) and set(part["optimizer"]) < set(
-                whole["optimizer"]
-            )
+        if rank == 0 and name == "delayed":
+            assert set(part["model"]) < set(whole["model"])
         torch.save(part, folder / f"{name}-{rank}.pt")
         settings = [
             copy.deepcopy(handle.state_dict()) for handle in (loop.optimizer, loop.scheduler)
@@ -363,10 +221,7 @@ def test_one_process_has_all_of_a_sharded_state() -> None:
     again = Loop(PIPEDREAM)
     # parts that were joined have all weights, and fit any ranks
     again.pipe.load_state_dict({**part, "layout": {"rank": 0}})
-    again.run(3, 8)
-    loop.run(3, 8)
-    # then the new loop's scheduler, which begins anew, has another rate
-    assert again.losses[:2] == loop.losses[-len(again.losses) :][:2]
+    again.run(3, 4)
     other = Loop(PIPEDREAM)
     part["model"].popitem()
     other.pipe.load_state_dict({**part, "layout": {"rank": 0}})
@@ -377,43 +232,8 @@ def test_one_process_has_all_of_a_sharded_state() -> None:
 # ---- the whole model
 
 
-def compare_whole_models(rank: int, folder: Path) -> None:
-    for name in ("pipedream", "local_greedy", "replicas"):
-        loop = Loop(SHARDED[name], share=take_share, **ON_TWO)
-        loop.run(0, 4)
-        with loop.pipe.whole_model() as model:
-            assert (model is None) == (rank == 1)
-            weights = {} if model is None else copy.deepcopy(model.state_dict())
-            if model is not None:
-                model.eval()
-        assert all(module.training for module in loop.model.modules())
-        with loop.pipe.whole_model(everywhere=True) as model:
-            everywhere = copy.deepcopy(model.state_dict())
-        loop.run(4, 6)
-        loop.close()
-        expected = torch.load(folder / f"{name}.pt")
-        if rank == 0:
-            assert_same(expected, weights)
-        for key, value in everywhere.items():
-            # running statistics are each replica's own
-            if rank == 0 or "running" not in key:
-                assert torch.equal(value, expected[key]), (name, key)
-
-
-@needs_processes
-def test_rank_0_has_the_whole_model_or_every_rank(tmp_path: Path) -> None:
-    for name in ("pipedream", "local_greedy", "replicas"):
-        loop = Loop(SHARDED[name])
-        loop.run(0, 4)
-        with loop.pipe.whole_model() as model:
-            assert model is loop.model
-            torch.save(model.state_dict(), tmp_path / f"{name}.pt")
-        loop.close()
-    run_in_group(2, compare_whole_models, tmp_path)
-
-
 def change_on_rank_0(rank: int, folder: Path) -> None:
-    loop = Loop(SHARDED["pipedream"], **ON_TWO)
+    loop = Loop(PIPEDREAM, **ON_TWO)
     loop.run(0, 1)
     refused = pytest.raises(RuntimeError, match="^whole_model: .* were changed on one rank")
     with refused if rank == 0 else contextlib.nullcontext(), loop.pipe.whole_model() as model:
@@ -431,99 +251,7 @@ def test_weights_that_one_rank_has_changed_are_not_trained_on(tmp_path: Path) ->
     run_in_group(2, change_on_rank_0, tmp_path)
 
 
-# ---- evaluation and prediction
-
-
-class MeanMargin:
-    """Mean difference of the two greatest outputs, with the interface of a torchmetrics metric."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.total, self.count = torch.zeros((), dtype=torch.float64), 0
-
-    def update(self, output: torch.Tensor, y: torch.Tensor) -> None:
-        top = output.topk(2).values
-        self.total += (top[:, 0] - top[:, 1]).sum()
-        self.count += len(y)
-
-    def compute(self) -> torch.Tensor:
-        return self.total / self.count
-
-
-def compute_accuracy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (output.argmax(1) == y).double().mean()
-
-
-METRICS = {"right": compute_accuracy, "margin": MeanMargin()}
-
-
-def measure_after_four_updates(loop: Loop) -> Dict[str, Any]:
-    """Return the results of evaluations and predictions after four updates; some modules are in
-    evaluation mode."""
-    loop.run(0, 4, drains=False)
-    x, y = make_loop_batch(Case("gpipe", 3), 50)
-    # the last batch is smaller: a mean over batches would differ
-    batches = [(x[:5], y[:5]), (x[5:10], y[5:10]), (x[10:], y[10:])]
-    modes = [module.training for module in loop.model.modules()]
-    measured = {
-        "named": loop.pipe.evaluate(batches, METRICS),
-        "listed": loop.pipe.evaluate(iter(batches), ["accuracy", "top2", MeanMargin()]),
-        "loss": loop.pipe.evaluate(batches),
-        "whole": loop.pipe.evaluate([(x, y)], METRICS),
-        "output": loop.pipe.predict(x),
-    }
-    assert modes == [module.training for module in loop.model.modules()]
-    loop.close()
-    return measured
-
-
-def compare_measures(rank: int, folder: Path) -> None:
-    for name in ("pipedream", "local_greedy", "replicas"):
-        expected = torch.load(folder / f"{name}.pt")
-        measured = measure_after_four_updates(Loop(SHARDED[name], share=take_share, **ON_TWO))
-        assert torch.allclose(measured.pop("output"), expected.pop("output"), rtol=1e-12)
-        for key, values in expected.items():
-            assert list(measured[key]) == list(values)
-            assert measured[key] == pytest.approx(values, rel=1e-12), (name, key)
-
-
-@needs_processes
-def test_every_rank_measures_the_same_as_the_emulator(tmp_path: Path) -> None:
-    for name in ("pipedream", "local_greedy", "replicas"):
-        measured = measure_after_four_updates(Loop(SHARDED[name]))
-        assert measured["named"] == pytest.approx(measured["whole"], rel=1e-12)
-        assert measured["loss"] == {"loss": measured["named"]["loss"]}
-        assert measured["listed"]["accuracy"] == pytest.approx(measured["named"]["right"])
-        assert measured["listed"]["MeanMargin"] == measured["named"]["margin"]
-        torch.save(measured, tmp_path / f"{name}.pt")
-    run_in_group(2, compare_measures, tmp_path)
-
-
 # ---- reduction, allow_nonfinite, stages_per_device
-
-
-def compare_fast_reduction(rank: int, folder: Path) -> None:
-    loop = Loop(REPLICAS, share=take_share, reduction="fast", **ON_TWO)
-    loop.run()
-    assert loop.pipe._config.reduction == "fast"
-    averages = [
-        update.averages
-        for update in loop.pipe._require_flow().engine._interpreter._updates.values()
-    ]
-    assert all(averages)
-    state, expected = loop.close().state_dict(), torch.load(folder / "exact.pt")
-    for key, value in expected.items():
-        assert torch.allclose(value, state[key], rtol=1e-9, atol=1e-12), key
-
-
-@needs_processes
-def test_replicas_reduce_fast(tmp_path: Path) -> None:
-    loop = Loop(REPLICAS)
-    loop.run()
-    torch.save(loop.close().state_dict(), tmp_path / "exact.pt")
-    run_in_group(2, compare_fast_reduction, tmp_path)
 
 
 def train_into_nan(loop: Loop, steps: int = 6) -> List[str]:
@@ -558,25 +286,6 @@ def test_a_loss_that_is_not_finite_is_allowed_or_ends_all_ranks(tmp_path: Path) 
     assert expected[False][-1].startswith("update 1 ") and "loss=nan" in str(expected[True])
     torch.save(expected, tmp_path / "emulator.pt")
     run_in_group(2, compare_divergences, tmp_path)
-
-
-def compare_interleaved_stages(rank: int, folder: Path) -> None:
-    loop = Loop(Case("interleaved_1f1b", 4, stages=STAGES), stages_per_device=2, **ON_TWO)
-    loop.run()
-    assert list(loop.pipe._require_job().placement) == [0, 1, 0, 1]
-    assert_same(torch.load(folder / "emulator.pt"), loop.close().state_dict())
-    wrong = Loop(Case("interleaved_1f1b", 4, stages=STAGES), stages_per_device=3, **ON_TWO)
-    with pytest.raises(BadInput, match="stages_per_device 2"):
-        wrong.run(0, 1)
-    wrong.pipe.abort()
-
-
-@needs_processes
-def test_devices_have_several_stages(tmp_path: Path) -> None:
-    loop = Loop(Case("interleaved_1f1b", 4, stages=STAGES), stages_per_device=2)
-    loop.run()
-    torch.save(loop.close().state_dict(), tmp_path / "emulator.pt")
-    run_in_group(2, compare_interleaved_stages, tmp_path)
 
 
 # ---- how an update shows itself

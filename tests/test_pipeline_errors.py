@@ -7,7 +7,6 @@ import copy
 import pickle
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
@@ -18,8 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel
 
 import ipu_pipe
-from ipu_pipe.backends.processes import lost_ranks
-from ipu_pipe.errors import BadInput, Divergence, RunFault, find_user_fault
+from ipu_pipe.errors import BadInput, find_user_fault
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.pipeline.batches import Microbatch, copy_memory
 from ipu_pipe.pipeline.turns import Turns
@@ -92,23 +90,14 @@ def test_a_call_that_changed_nothing_breaks_nothing(name: str) -> None:
         train(one, 3)
         # a call that fails after its drain has drained
         one.drain()
-    with pytest.raises(Exception):  # noqa: B017
+    with pytest.raises(Exception) as caught:  # noqa: B017
         FAILING[name](pipe)
+    assert name != "unknown metric" or str(caught.value).startswith("metrics: acc: nearest is acc")
     assert pipe.state_dict()["updates"] == 3
     for one in (pipe, expected):
         train(one, 3, first=3)
         one.close()
     assert torch.equal(flatten_weights(pipe.model), flatten_weights(expected.model))
-
-
-def test_metrics_are_read_before_the_drain() -> None:
-    pipe = make_pipeline()
-    train(pipe, 2)
-    in_flight = pipe.in_flight
-    assert in_flight
-    with pytest.raises(BadInput, match="^metrics: acc: nearest is accuracy"):
-        pipe.evaluate([make_batch(9)], ["acc"])
-    assert pipe.in_flight == in_flight
 
 
 class WithOwnLoss(nn.Module):
@@ -161,17 +150,6 @@ def test_a_call_inside_another_is_refused_by_name(name: str) -> None:
         one.close()
     assert lines and all(line.startswith(f"{name}: called inside ") for line in lines)
     assert torch.equal(flatten_weights(pipe.model), flatten_weights(expected.model))
-
-
-def test_the_whole_model_may_be_evaluated_and_not_trained() -> None:
-    pipe = make_pipeline()
-    train(pipe, 2)
-    with pipe.whole_model():
-        pipe.evaluate([make_batch(9)])
-        pipe.predict(make_batch(9)[0])
-        with pytest.raises(RuntimeError, match="^step: called inside whole_model"):
-            train(pipe, 1)
-    train(pipe, 1)
 
 
 def test_a_second_thread_is_refused_by_name() -> None:
@@ -264,84 +242,6 @@ def test_two_open_pipelines_share_no_modules_and_no_weights(tmp_path: Path) -> N
     train(make_pipeline(model=model), 1)
 
 
-def test_pipelines_over_models_of_their_own_take_turns() -> None:
-    torch.manual_seed(0)
-    activation = nn.Tanh()
-
-    def make_model() -> nn.Module:
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(6, 8), activation, nn.Linear(8, 5)).double()
-
-    together = [make_pipeline(model=make_model(), stages=["1"]) for _ in range(2)]
-    for k in range(4):
-        for pipe in together:
-            pipe.step(*make_batch(k))
-    for pipe in together:
-        pipe.close()
-    alone = make_pipeline(model=make_model(), stages=["1"])
-    train(alone, 4)
-    alone.close()
-    for pipe in together:
-        assert torch.equal(flatten_weights(pipe.model), flatten_weights(alone.model))
-
-
-# ---- everyday messages
-
-
-def make_float_net(*_: Any) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
-
-
-class NeedsClosure(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        assert closure is not None, "SAM needs a closure"
-
-
-def make_meta_model() -> nn.Module:
-    with torch.device("meta"):
-        return make_float_net()
-
-
-def step_once(batch: Any = None, optimizer: Any = None, **keys: Any) -> Any:
-    """Return the updates of a first step of small batches in float32."""
-    model = keys.pop("model", None) or make_float_net()
-    make_optimizer = optimizer or torch.optim.SGD
-    arguments = {"stages": 2, "microbatches": 2, **keys}
-    pipe = ipu_pipe.Pipeline(
-        model, cross_entropy, make_optimizer(model.parameters(), lr=0.1), **arguments
-    )
-    x, y = make_batch(0)
-    return pipe.step(*((x.float(), y) if batch is None else batch))
-
-
-X, Y = make_batch(0)
-NAN = X.float().clone()
-NAN[3, 2] = float("nan")
-# what is given -> the beginning of the line, and its remedy
-LINES: Dict[str, Tuple[Dict[str, Any], str, str]] = {
-    "bf16": ({"precision": "bf16"}, "precision: bf16: ", "bfloat16_mixed or bfloat16"),
-    "float16 model": ({"model": make_float_net().half()}, "model: float16: ", "bfloat16_mixed"),
-    "meta model": ({"model": make_meta_model()}, "model: 0.weight, .* meta device", "to_empty"),
-    "pair": ({"batch": ((X.float(), Y),)}, "step: y is None", r"step\(\*batch\)"),
-    "more stages than layers": ({"stages": 9, "microbatches": None}, "stages: 9: ", "at most 3"),
-    "not a number": ({"batch": (NAN, Y)}, "update 0 of .* nan; its batch has numbers", "the data"),
-    "SAM": ({"optimizer": NeedsClosure}, "optimizer: NeedsClosure: ", "closure"),
-    "sparse": ({"batch": (X.to_sparse(), Y)}, "step: a tensor of the batch is sparse", "to_dense"),
-    "example": ({"example": 5}, "example: 5: must be a pair", r"\(x, y\)"),
-    "warmup": ({"warmup": None}, "warmup: None: ", "number of updates"),
-    "method_args": ({"method_args": [1]}, "method_args: .*1.*: must be a mapping", "None"),
-    "clip": ({"clip": "1"}, "clip: 1: must be a norm", "pair"),
-}
-
-
-@pytest.mark.parametrize("name", list(LINES))
-def test_an_everyday_mistake_is_named_with_its_remedy(name: str) -> None:
-    keys, beginning, remedy = LINES[name]
-    with pytest.raises((BadInput, ValueError, Divergence), match=rf"^{beginning}.*{remedy}"):
-        step_once(**keys)
-
-
 @pytest.mark.parametrize("value", ["x", [1.0], True, 10**30, 1j, torch.zeros(2)])
 def test_a_setting_that_is_no_number_is_refused_before_the_batch_is_given(value: Any) -> None:
     pipe = make_pipeline()
@@ -368,28 +268,18 @@ def test_a_norm_alone_has_the_scope_that_the_method_can_clip_by(method: str) -> 
     assert torch.equal(*weights)
 
 
-def test_a_pipeline_shows_what_it_trains_and_how_far() -> None:
-    pipe = make_pipeline()
-    train(pipe, 2)
-    assert repr(pipe) == (
-        "Pipeline(method='pipedream', stages=3, microbatches=2, backend='emulator', updates=2, "
-        "in_flight=1)"
-    )
-    pipe.close()
-    assert repr(pipe).endswith("in_flight=0, closed)")
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
-def test_a_prefix_of_weights_is_named_once(prefix: str) -> None:
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("prefix", ["module.", "module._orig_mod.", "model."])
+def test_a_prefix_of_weights_is_named_once(prefix: str, strict: bool) -> None:
     # story: `init_from` said "missing" once for each tensor, and nobody named the prefix
     model = make_perceptron()
     saved = {prefix + name: value for name, value in model.state_dict().items()}
-    for strict in (True, False):
-        with pytest.raises(
-            BadInput, match=rf"begins with {prefix}, .*name\[{len(prefix)}:\]"
-        ) as caught:
-            load_weights(model, saved, "weights.safetensors", strict=strict)
-        assert len(caught.value.faults) == 1
+    # the model's own heads, which a file without them does not replace, hid it
+    if strict:
+        model.add_module(HEADS, nn.ModuleDict({"0": nn.Linear(2, 2)}))
+    keys = {"strict": strict, "heads_too": False}
+    (fault,) = list_faults(load_weights, model, saved, "weights.safetensors", **keys)
+    assert f"begins with {prefix}, " in fault and f"name[{len(prefix)}:]" in fault
 
 
 def wrap_inside(model: nn.Module, part: str) -> nn.Module:
@@ -434,15 +324,6 @@ def test_the_remedy_keeps_names_that_end_like_a_wrapper() -> None:
     assert set(renamed) == set(model.state_dict())
 
 
-def test_a_prefix_is_named_where_the_model_has_heads() -> None:
-    # the model's own heads, which a file without them does not replace, hid it
-    model = make_perceptron()
-    saved = {f"model.{name}": value for name, value in model.state_dict().items()}
-    model.add_module(HEADS, nn.ModuleDict({"0": nn.Linear(2, 2)}))
-    (fault,) = list_faults(load_weights, model, saved, "weights.pt", heads_too=False)
-    assert "every name begins with model., " in fault
-
-
 def test_weights_that_fit_in_part_say_what_a_wrapper_hides() -> None:
     model, wrapped = make_perceptron(), wrap_inside(make_perceptron(), "_orig_mod")
     left_out, new = load_weights(model, wrapped.state_dict(), "weights.pt", strict=False)
@@ -485,34 +366,31 @@ def test_a_state_of_a_wrapped_model_is_refused_in_one_line() -> None:
 # ---- batches that stay in flight
 
 
-def train_from_a_ring(rank: int, folder: Path, method: str, ring: bool) -> None:
-    """Train on two ranks with batches in memory of their own, or in memory that is used again."""
-    pipe = make_pipeline(method, stages=["5"], backend="distributed", deadline=60)
-    x, y = make_batch(0)
-    for k in range(6):
-        new_x, new_y = make_batch(k)
-        if ring:
-            x.copy_(new_x)
-            y.copy_(new_y)
+def train_from_a_ring(rank: int, folder: Path) -> None:
+    """Train on two ranks with batches in memory that is used again."""
+    for method in ("pipedream", "gpipe"):
+        pipe = make_pipeline(method, stages=["5"], backend="distributed", deadline=60)
+        x, y = make_batch(0)
+        for k in range(6):
+            for memory, new in zip((x, y), make_batch(k)):
+                memory.copy_(new)
             pipe.step(x, y)
             x.fill_(99.0)
             y.fill_(0)
-        else:
-            pipe.step(new_x, new_y)
-    pipe.close()
-    torch.save(flatten_weights(pipe.model), folder / f"{rank}-{ring}.pt")
+        pipe.close()
+        torch.save(flatten_weights(pipe.model), folder / f"{method}-{rank}.pt")
 
 
 @needs_processes
-@pytest.mark.parametrize("method", ["pipedream", "gpipe"])
-def test_the_memory_of_a_batch_may_be_used_again_on_processes(tmp_path: Path, method: str) -> None:
+def test_the_memory_of_a_batch_may_be_used_again_on_processes(tmp_path: Path) -> None:
     # story: autograd's in-place error, or "ranks have different labels: do not shard"
-    for ring in (False, True):
-        folder = tmp_path / str(ring)
-        folder.mkdir()
-        run_in_group(2, train_from_a_ring, folder, method, ring)
-    weights = [torch.load(tmp_path / str(ring) / f"0-{ring}.pt") for ring in (False, True)]
-    assert torch.equal(*weights)
+    run_in_group(2, train_from_a_ring, tmp_path)
+    for method in ("pipedream", "gpipe"):
+        expected = make_pipeline(method, stages=["5"])
+        train(expected, 6)
+        expected.close()
+        trained = torch.load(tmp_path / f"{method}-0.pt")
+        assert torch.equal(trained, flatten_weights(expected.model))
 
 
 def test_copies_of_a_batch_have_its_strides() -> None:
@@ -584,99 +462,6 @@ def test_the_gan_of_the_page_has_plain_pytorchs_weights_on_processes(tmp_path: P
     assert torch.equal(train_gan_plainly(), torch.load(tmp_path / "weights-1.pt"))
 
 
-# ---- failures on processes
-
-
-def fail_on_one_rank(rank: int, folder: Path) -> None:
-    """Fail in one rank's loss, with a deadline beyond the test's; then train a new pipeline."""
-    calls = []
-
-    def fail_in_time(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 9:
-            raise KeyError("mine")
-        return cross_entropy(output, y)
-
-    keys: Dict[str, Any] = {"stages": ["5"], "backend": "distributed", "deadline": 10_000}
-    pipe = make_pipeline(loss=fail_in_time, **keys)
-    # the loss is on rank 1
-    expected = (KeyError, "mine") if rank else (RunFault, "rank 1 has left step .* with an error")
-    with pytest.raises(expected[0], match=expected[1]):
-        train(pipe, 8)
-    pipe.close()
-    again = make_pipeline(**keys)
-    train(again, 3)
-    again.close()
-
-
-def hang_on_one_rank(rank: int, folder: Path) -> None:
-    """Hang in the ninth loss, on rank 1, until rank 0 has given up its wait for the gradients."""
-    calls: List[int] = []
-
-    def hang_in_time(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        while len(calls) == 9 and not (folder / "fault").exists():
-            time.sleep(0.01)
-        return cross_entropy(output, y)
-
-    prefix = str(folder / "record_")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lost_ranks, "WARM_UP", 0.1)
-        patch.setenv("TORCH_FR_DUMP_TEMP_FILE", prefix)
-        pipe = make_pipeline(loss=hang_in_time, stages=["5"], backend="distributed", deadline=1)
-        with pytest.raises(RunFault) as fault:
-            train(pipe, 8)
-        pipe.close()
-    if rank == 0:
-        (folder / "fault").write_text(str(fault.value))
-
-
-@needs_processes
-def test_at_the_deadline_the_message_is_named_and_the_flight_recorder_dumped(
-    tmp_path: Path,
-) -> None:
-    run_in_group(2, hang_on_one_rank, tmp_path)
-    fault = (tmp_path / "fault").read_text()
-    assert re.search("stage 0 waits for gradients of microbatch [0-9]+ from stage 1", fault)
-    dump = tmp_path / "record_0"
-    # torch 2.13 records the collectives of gloo, and no messages
-    if hasattr(torch._C._distributed_c10d, "_dump_fr_trace"):
-        assert str(dump) in fault
-    assert dump.exists() == (str(dump) in fault)
-    if dump.exists():
-        entries = pickle.loads(dump.read_bytes())["entries"]
-        assert {entry["profiling_name"].split(":")[0] for entry in entries} == {"gloo"}
-
-
-def make_other_numbers_of_steps(rank: int, folder: Path) -> None:
-    """Close on one rank while the other goes on; then train a new pipeline in the same group."""
-    pipe = make_pipeline(stages=["5"], backend="distributed", deadline=2)
-    with pytest.raises(RunFault, match="all ranks must call the same methods"):
-        train(pipe, 6 + 2 * rank)
-        pipe.close()
-    pipe.close()
-    again = make_pipeline(stages=["5"], backend="distributed", deadline=60)
-    train(again, 3)
-    again.close()
-    torch.save(flatten_weights(again.model), folder / f"again-{rank}.pt")
-
-
-@needs_processes
-def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path) -> None:
-    # story: they waited for the deadline, though the reason was in the store
-    run_in_group(2, fail_on_one_rank, tmp_path)
-
-
-@needs_processes
-def test_after_other_numbers_of_steps_a_new_pipeline_trains(tmp_path: Path) -> None:
-    # story: the new pipeline's first message met the old one's last, and gloo ended the process
-    run_in_group(2, make_other_numbers_of_steps, tmp_path)
-    expected = make_pipeline(stages=["5"])
-    train(expected, 3)
-    expected.close()
-    assert torch.equal(torch.load(tmp_path / "again-0.pt"), flatten_weights(expected.model))
-
-
 # ---- models and losses that write to what they get
 
 
@@ -711,7 +496,6 @@ def train_a_writer(writes: str, method: str, args: Dict[str, Any], **keys: Any) 
 
 
 WRITERS: List[Tuple[str, Dict[str, Any]]] = [
-    ("gpipe", {}),
     ("pipemare", {"recompute": {"segments": 1}}),
     ("local_greedy", {}),
     ("zb_h1", {}),

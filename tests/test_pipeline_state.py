@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import itertools
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
@@ -131,24 +133,24 @@ def is_right(path: Tuple[Any, ...], old: Any, new: Any) -> bool:
 
 
 def make_wrong_states(state: Dict[str, Any]) -> Iterator[Tuple[str, Dict[str, Any]]]:
-    """Yield changed states with the change: each entry left out, and each replaced."""
+    """Yield changed states with the change: each entry left out, and replaced by one value of another kind; entries of one
+    kind are many, so that each kind meets every value."""
+    turn = itertools.count()
     for path in list_leaves(state):
         if path[0] == "contents" and len(path) > 2:
             continue
-        changed = copy.deepcopy(state)
-        parent = get_at(changed, path[:-1])
-        # another number of a parameter, or a drain less, is not another kind of value
-        if isinstance(parent, dict):
-            del parent[path[-1]]
-            yield f"{path} left out", changed
         old = get_at(state, path)
-        for new in list_substitutes(old):
-            if is_right(path, old, new):
-                continue
+        changed = copy.deepcopy(state)
+        # another number of a parameter, or a drain less, is not another kind of value
+        if isinstance(get_at(changed, path[:-1]), dict):
+            del get_at(changed, path[:-1])[path[-1]]
+            yield f"{path} left out", changed
+        others = [new for new in list_substitutes(old) if not is_right(path, old, new)]
+        # those of the whole state alone have too few of their kind
+        for new in others if len(path) == 1 else [others[next(turn) % len(others)]]:
             changed = copy.deepcopy(state)
             get_at(changed, path[:-1])[path[-1]] = new
-            shown = f"{type(new).__name__} {getattr(new, 'dtype', new)}"
-            yield f"{path} = {shown}", changed
+            yield f"{path} = {type(new).__name__} {getattr(new, 'dtype', new)}", changed
 
 
 def make_state(**keys: Any) -> Dict[str, Any]:
@@ -160,14 +162,21 @@ def make_state(**keys: Any) -> Dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("optimizer", [make_sgd, functools.partial(torch.optim.Adam, lr=0.01)])
-@pytest.mark.parametrize("moment", MOMENTS)
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    "moment, optimizer", [("fresh", make_sgd), ("used", ADAM), ("in flight", make_sgd)]
+)
 def test_every_wrong_state_is_refused_by_one_line_and_changes_nothing(
     moment: str, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> None:
-    make = functools.partial(make_pipeline, optimizer=optimizer, loss=MovingCenter())
+
+    def make() -> ipu_pipe.Pipeline:
+        return make_pipeline(optimizer=optimizer, loss=MovingCenter())
+
     state = make_state(optimizer=optimizer, loss=MovingCenter())
-    untouched = finish(bring_to(moment, make_pipeline(optimizer=optimizer, loss=MovingCenter())), 0)
+    untouched = finish(bring_to(moment, make()), 0)
     pipe = bring_to(moment, make())
     count = 0
     for change, wrong in make_wrong_states(state):
@@ -178,30 +187,25 @@ def test_every_wrong_state_is_refused_by_one_line_and_changes_nothing(
             count += 1
         else:
             pytest.fail(f"{change}: accepted")
-    assert count > 300
+    assert count > 100
     assert torch.equal(finish(pipe, 0), untouched)
 
 
 def test_other_wrong_states_are_refused() -> None:
     state = make_state()
+    more = {**state["optimizer"], "9.weight/momentum_buffer": torch.ones(1)}
+    wrong: List[Tuple[Any, str]] = [
+        (None, ""), (3, ""), ([], ""), ("x", ""), ({}, "lacks"), ({"model": {}}, "lacks"),
+        ({**state, "drains": [2, 1, 3]}, "drains: .*must grow"), ({**state, "updates": 10**30}, "updates"),
+        ({**state, "method": "gpipe"}, "state of method gpipe"), ({**state, "optimizer": more}, "optimizer: 9.weight"),
+    ]  # fmt: skip
     pipe = make_pipeline()
-    for wrong in (
-        None,
-        3,
-        [],
-        "x",
-        {},
-        {**state, "drains": [2, 1, 3]},
-        {**state, "updates": 10**30},
-    ):
-        with pytest.raises(BadInput, match="^load_state_dict: "):
-            pipe.load_state_dict(wrong)
-    unknown = {
-        **state,
-        "optimizer": {**state["optimizer"], "9.weight/momentum_buffer": torch.ones(1)},
-    }
-    with pytest.raises(BadInput, match="^load_state_dict: optimizer: 9.weight"):
-        pipe.load_state_dict(unknown)
+    for one, line in wrong:
+        with pytest.raises(BadInput, match=f"^load_state_dict: .*{line}"):
+            pipe.load_state_dict(one)
+    adam = make_pipeline(optimizer=ADAM)
+    with pytest.raises(BadInput, match="state of SGD: this pipeline's optimizer is Adam"):
+        adam.load_state_dict(state)
 
 
 def test_a_state_of_the_first_format_is_read() -> None:
@@ -229,61 +233,93 @@ def test_the_entries_of_another_precision_are_cast_together_as_in_torch() -> Non
 
 # ---- right states
 
-# the last has float32 masters of rounded weights
-PRECISIONS: List[Dict[str, Any]] = [
-    {}, {"precision": "bfloat16"}, {"method": "pipemare", "precision": "bfloat16_mixed"},
-]  # fmt: skip
+
+class Harmonic(torch.optim.Optimizer):
+    """A rate of lr / k; k is in the group, as Prodigy's d and schedule-free's k are."""
+
+    def __init__(self, params: Any, lr: float = 0.2, k: Any = 0) -> None:
+        super().__init__(params, {"lr": lr, "k": k})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            # in place, if it is a tensor
+            group["k"] += 1
+            group["made"] = int(group["k"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / int(group["k"]))
 
 
-@pytest.mark.parametrize("keys", PRECISIONS)
+# the third one has float32 masters of rounded weights
+KINDS: Dict[str, Dict[str, Any]] = {
+    "float64": {}, "bfloat16": {"precision": "bfloat16"},
+    "masters": {"method": "pipemare", "precision": "bfloat16_mixed"},
+    "state of a loss": {"loss": MovingCenter}, "state in groups": {"optimizer": Harmonic},
+}  # fmt: skip
+
+
+def make_of_kind(kind: str) -> ipu_pipe.Pipeline:
+    keys = dict(KINDS[kind])
+    return make_pipeline(loss=keys.pop("loss", lambda: cross_entropy)(), **keys)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_state_gives_the_same_bits_in_any_object(moment: str, keys: Any) -> None:
-    straight = make_pipeline(**keys)
+def test_a_state_gives_the_same_bits_in_any_object(moment: str, kind: str) -> None:
+    """Story: a moving center of a loss began at 0 again after a resume."""
+    straight = make_of_kind(kind)
     for k in range(3):
         straight.step(*make_batch(k))
+        if k != 1:
+            straight.drain()
     state = copy.deepcopy(straight.state_dict())
+    assert state["drains"] == [1, 3]
+    assert "center" not in state.get("loss", {}) or state["loss"]["center"].any()
     expected = finish(straight, 3)
-    pipe = bring_to(moment, make_pipeline(**keys))
+    pipe = bring_to(moment, make_of_kind(kind))
     pipe.load_state_dict(state)
+    assert (pipe.updates, pipe.finished) == (3, 3)
     assert torch.equal(finish(pipe, 3), expected)
 
 
-@pytest.mark.parametrize("keys", PRECISIONS)
-def test_weights_written_after_loading_are_trained_on(keys: Any) -> None:
+def write_weight(pipe: ipu_pipe.Pipeline) -> None:
+    with torch.no_grad():
+        pipe.model[0].weight.zero_()
+
+
+def write_entries(pipe: ipu_pipe.Pipeline) -> None:
+    for entries in pipe.optimizer.state.values():
+        entries["momentum_buffer"].zero_()
+    assert len(pipe.optimizer.state) == len(list(pipe.model.parameters()))
+    # a refused step loads nothing
+    with pytest.raises(ValueError, match="does not divide"):
+        pipe.step(*(t[:1] for t in make_batch(3)))
+
+
+@pytest.mark.parametrize(
+    "write, keys",
+    [
+        (write_weight, KINDS["float64"]),
+        (write_weight, KINDS["bfloat16"]),
+        (write_weight, KINDS["masters"]),
+        (write_entries, {}),
+        (write_entries, {"method": "gpipe"}),
+    ],
+)
+def test_what_is_written_after_loading_is_trained_on(write: Any, keys: Any) -> None:
     """The state was loaded once more with the first step, over what the loop had written."""
     state = make_state(**keys)
     ends = []
-    for is_used in (False, True):
-        pipe = bring_to("used" if is_used else "fresh", make_pipeline(**keys))
+    for moment, writes in (("fresh", True), ("used", True), ("fresh", False)):
+        pipe = bring_to(moment, make_pipeline(**keys))
         pipe.load_state_dict(state)
-        with pipe.whole_model() if is_used else torch.no_grad():
-            with torch.no_grad():
-                pipe.model[0].weight.zero_()
+        is_used = moment == "used" and write is write_weight
+        with pipe.whole_model() if is_used else contextlib.nullcontext():
+            if writes:
+                write(pipe)
         ends.append(finish(pipe, 3))
-    assert torch.equal(*ends)
-    plain = make_pipeline(**keys)
-    plain.load_state_dict(state)
-    assert not torch.equal(finish(plain, 3), ends[0])
-
-
-@pytest.mark.parametrize("keys", [{}, {"method": "gpipe"}])
-def test_entries_written_after_loading_are_used(keys: Any) -> None:
-    """The first step put those of the state over what the loop had written."""
-    state = make_state(**keys)
-    ends = []
-    for is_used in (False, True):
-        pipe = bring_to("used" if is_used else "fresh", make_pipeline(**keys))
-        pipe.load_state_dict(state)
-        for entries in pipe.optimizer.state.values():
-            entries["momentum_buffer"].zero_()
-        assert len(pipe.optimizer.state) == len(list(pipe.model.parameters()))
-        with pytest.raises(ValueError, match="does not divide"):
-            pipe.step(*(t[:1] for t in make_batch(3)))
-        ends.append(finish(pipe, 3))
-    assert torch.equal(*ends)
-    plain = make_pipeline(**keys)
-    plain.load_state_dict(state)
-    assert not torch.equal(finish(plain, 3), ends[0])
+    assert torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], ends[2])
 
 
 def test_a_loaded_state_is_a_copy() -> None:
@@ -357,20 +393,6 @@ def test_a_state_can_be_taken_right_after_loading() -> None:
 
 
 # ---- the loss's own state
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_the_state_of_a_loss_is_saved_and_loaded(moment: str) -> None:
-    """A moving center began at 0 again after a resume, and no one said so."""
-    straight = make_pipeline(loss=MovingCenter())
-    for k in range(3):
-        straight.step(*make_batch(k))
-    state = copy.deepcopy(straight.state_dict())
-    assert state["loss"]["center"].any()
-    expected = finish(straight, 3)
-    pipe = bring_to(moment, make_pipeline(loss=MovingCenter()))
-    pipe.load_state_dict(state)
-    assert torch.equal(finish(pipe, 3), expected)
 
 
 def train_with_center(folder: Path, updates: int, backend: str, **keys: Any) -> torch.Tensor:

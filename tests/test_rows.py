@@ -77,17 +77,6 @@ def test_a_v_is_drawn_by_device() -> None:
         replace(schedule, placement=(0, 0, 1, 1))
 
 
-def test_a_device_with_one_stage_needs_no_stage_in_its_cells() -> None:
-    rows = [["F0", "B0"], "F0@0 F0@2 B0@2 B0@0".split()]
-    schedule = from_rows(rows, 1, placement=(1, 0, 1))
-    assert format_text(schedule).splitlines()[1:] == [
-        "device 0  .     F0    .     .     B0*   .",
-        "device 1  F0@0  .     F0@2  B0@2* .     B0@0*",
-    ]
-    alone = from_rows([["F0", "B0"], ["F0", "B0"]], 1, placement=(1, 0))  # stage 0 on device 1
-    assert alone.device_of_stage == (1, 0) and format_text(alone).splitlines()[1].startswith(
-        "stage 0  F0"
-    )
 
 
 def test_two_stages_of_a_device_may_share_a_step_that_holds_both() -> None:

@@ -76,14 +76,6 @@ def test_both_halves_give_the_bits_of_the_whole(name: str) -> None:
     assert all(p.grad is not None for p in weights)
 
 
-def test_a_gradient_taken_early_is_not_added_by_the_second_half() -> None:
-    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
-    weight_backward = run_input_backward([layer(x)], [torch.ones(2, 3)], [], [layer.weight])
-    gradient = weight_backward.take(layer.weight)
-    weight_backward.add()
-    assert gradient is not None and layer.weight.grad is None and layer.bias.grad is not None
-
-
 def test_the_first_half_frees_tensors_that_the_second_does_not_need() -> None:
     module, x = (
         nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Softmax(1), nn.Linear(4, 4)),

@@ -17,12 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.config.load import configure
 from ipu_pipe.cut.cutting import cut_model, list_crossings
 from ipu_pipe.errors import end_process
-from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.model.stages import partition
 from ipu_pipe.replay.work import Work
-from ipu_pipe.run.train import train as run
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.rows import format_csv
 from ipu_pipe.schedule.table import Schedule
@@ -32,7 +30,6 @@ from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups, select_stage
 from tests import forked
 from tests.support.flows import run_batches
-from tests.support.runs import list_faults
 from tests.support.slow import mark_slow
 
 pytestmark = pytest.mark.skipif(
@@ -349,30 +346,3 @@ def test_our_rows_run_pytorchs_orders(judge_results: Tuple[int, Path]) -> None:
         assert are_equal(load_gradients(folder, name, ranks), expected), name
         assert are_equal(load_gradients(folder, f"ours-{name}", ranks), expected), name
         assert are_equal(train_on_emulator(schedule, method), expected), name
-
-
-@pytest.mark.parametrize("rows, layers, fault", [
-    ("0F0,0F1,0B1,0B0\n1F1,1F0,1B1,1B0\n", [nn.BatchNorm1d(8)], "forwards"),
-    ("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", [nn.BatchNorm1d(8)], ""),
-    ("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n", [], "backwards"),
-])  # fmt: skip
-def test_rows_out_of_order_are_refused_where_the_model_needs_the_order(
-    rows: str, layers: List[nn.Module], fault: str, tmp_path: Path
-) -> None:
-    """Running statistics need the order of the forwards, shared weights that of the backwards."""
-    (tmp_path / "rows.csv").write_text(rows)
-    first = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), *layers, nn.Linear(8, 8))
-    last = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 10))
-    if not layers:
-        last[0].weight = first[-1].weight
-    config = configure(
-        data={"name": "digits", "subset": 64}, method="rows", method_args={"file": str(tmp_path / "rows.csv")},
-        micro_batch_size=4, gradient_accumulation=2, steps=1, evaluate={"every": 0}, log={"trace": False},
-    )  # fmt: skip
-    model = nn.Sequential(first, begin_stage(last))
-    if not fault:
-        run(config, tmp_path / "run", model=model, quiet=True)
-        return
-    faults = list_faults(run, config, tmp_path / "run", model=model, quiet=True)
-    assert [line[:17] for line in faults] == ["method_args.file:"]
-    assert fault in faults[0]

@@ -3,7 +3,6 @@ ours; only regular files are read."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import sys
@@ -145,21 +144,6 @@ def test_a_callback_that_misbehaves_is_one_line(
     exit_code, _, errors = run_train_tool(DIGITS, *keys, "--out", str(tmp_path / "run"))
     assert exit_code == code, errors
     assert_one_line(errors, part)
-
-
-def test_the_users_own_exception_passes_unchanged_through_python(tmp_path: Path) -> None:
-    class CancellingCallback(ipu_pipe.Callback):
-        def on_step(self, now: ipu_pipe.Moment) -> None:
-            raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        ipu_pipe.train(
-            make_short_config("steps=2"),
-            tmp_path / "run",
-            callbacks=[CancellingCallback()],
-            quiet=True,
-        )
-    assert (tmp_path / "run" / "traceback.txt").is_file()
 
 
 def _print_line(line: str) -> None:
@@ -341,13 +325,6 @@ def test_a_path_that_no_file_can_have_is_refused_in_a_line(
     monkeypatch.chdir(tmp_path)
     assert list_faults(PYTHON[call], name)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["mnist", "image_folder", "shakespeare"])
-def test_a_data_root_that_cannot_be_read_is_one_line(name: str) -> None:
-    """A name that is too long once raised an OSError, which was reported as a fault of user
-    code."""
-    assert list_faults(ipu_pipe.load_data, name, root="a" * 300)[0].startswith("data.root: ")
 
 
 @pytest.mark.parametrize("text", [NUL, "\ud800"])

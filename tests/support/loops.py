@@ -179,11 +179,12 @@ class Loop:
         case: Case,
         dropout: float = 0.0,
         share: Callable[..., Any] = lambda pipe, x, y: (x, y),
+        make_optimizer: Callable[..., Any] = make_sgd,
         **keys: Any,
     ):
         self.case, self._share = case, share
         self.model = make_perceptron(dropout)
-        self.optimizer = make_sgd(self.model.parameters())
+        self.optimizer = make_optimizer(self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, compute_rate_share)
         self.pipe = make_case_pipeline(case, self.model, self.optimizer, **keys)
         self.losses: List[float] = []
