@@ -8,6 +8,7 @@ import pickle
 import random
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Tuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -108,13 +109,6 @@ def test_idx_files_are_read_from_their_layout(
         expected = {images[784 * i : 784 * (i + 1)]: i for i in range(len(images) // 784)}
         assert x.shape[1:] == (1, 28, 28)
         assert_images_are(x[:, 0], y, expected, mean, std)
-    # the labels of another set
-    contents["train-labels-idx1-ubyte"] = contents["t10k-labels-idx1-ubyte"]
-    (tmp_path / folder).rename(tmp_path / "before")
-    write_official_files(tmp_path / folder, contents)
-    pin_files(monkeypatch, name, contents)
-    faults = list_faults(load_data, name, tmp_path)
-    one_line(faults, "train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 
 
 def _cut_file(path: Path) -> None:
@@ -231,23 +225,18 @@ def test_the_border_is_black_and_test_batches_are_copies_without_augmentation() 
 
 REFUSED: List[Tuple[str, Dict[str, Any], List[str]]] = [
     ("cifar10", {"subset": 0}, ["data.subset: 0: must be from 1 to 15"]),
-    ("cifar10", {"subset": 2.5}, ["data.subset: 2.5: must be from 1 to 15"]),
     ("cifar10", {"subset": True}, ["data.subset: True: must be from 1 to 15"]),
     ("cifar10", {"test_subset": 5}, ["data.test_subset: 5: must be from 1 to 4"]),
     ("cifar", {}, ["data.name: cifar:", "nearest is cifar10", *sets.SETS]),
     ("digits", {"agument": True}, ["data.agument: True: unknown key for digits", "nearest is augment"]),
     ("digits", {"augment": "yes"}, ["data.augment: yes: must be true or false"]),
-    ("synthetic", {"augment": True}, ["unknown key for synthetic", "shape, classes, subset, test_subset"]),
     ("synthetic", {"shape": []}, ["data.shape", "whole numbers >= 1"]),
-    ("synthetic", {"shape": 3}, ["data.shape", "whole numbers >= 1"]),
     ("synthetic", {"shape": [3, 0]}, ["data.shape", "whole numbers >= 1"]),
     ("synthetic", {"classes": 0}, ["data.classes", "whole numbers >= 1"]),
     ("synthetic", {"subset": None}, ["data.subset: None: must be a whole number >= 1"]),
-    ("synthetic", {"test_subset": -3}, ["data.test_subset: -3: must be a whole number >= 1"]),
     ("image_folder", {"subset": 13}, ["data.subset: 13", "from 1 to 12"]),
     ("image_folder", {"test_subset": 7}, ["data.test_subset: 7", "from 1 to 6"]),
     ("image_folder", {"size": 0}, ["data.size: 0", "whole number >= 1"]),
-    ("image_folder", {"threads": 0}, ["data.threads: 0", "whole number >= 1"]),
     ("image_folder", {"bytes": 1}, ["data.bytes: 1", "must be true or false"]),
 ]  # fmt: skip
 
@@ -265,33 +254,24 @@ def test_options_that_a_set_does_not_have_are_refused(
 
 def test_digits_are_normalized_and_split() -> None:
     pytest.importorskip("sklearn")
-    data = load_data("digits")
-    x, y = epoch_of(data, 0, 1437)
-    ((test_x, test_y),) = data.test_batches(1000)
+    data, other = load_data("digits"), load_data("digits", seed=9)
+    (x, y), ((test_x, test_y),) = epoch_of(data, 0, 1437), data.test_batches(1000)
     assert x.shape == (1437, 1, 8, 8) and test_x.shape == (360, 1, 8, 8)
-    for part, labels in ((x, y), (test_x, test_y)):
-        values = (part * 0.3760 + 0.3053) * 16
-        assert float(values.min().round()) == 0 and float(values.max().round()) == 16
-        assert torch.allclose(values, values.round(), atol=1e-4)
-        assert labels.unique().tolist() == list(range(10))
+    values = (torch.cat([x, test_x]) * 0.3760 + 0.3053) * 16
+    assert torch.allclose(values, values.round().clamp(0, 16), atol=1e-4)
+    assert y.unique().tolist() == test_y.unique().tolist() == list(range(10))
     assert abs(float(x.mean())) < 0.01 and abs(float(x.std()) - 1) < 0.01
     # the split does not depend on the seed; no sample is in both parts
-    other = next(iter(load_data("digits", seed=9).test_batches(360)))
-    assert torch.equal(other[1], test_y)
-    assert len(torch.cat([x, test_x]).flatten(1).unique(dim=0)) == 1797
+    assert torch.equal(next(iter(other.test_batches(360)))[1], test_y)
+    assert len(values.round().flatten(1).unique(dim=0)) == 1797
 
 
 def test_synthetic_samples_have_their_shape_and_classes() -> None:
     data = load_data("synthetic", shape=[2, 5], classes=3, subset=10, test_subset=7, seed=4)
-    assert data.train_batches_per_epoch(4) == 2
-    x, y = data.train_batch(1, 1, 4)
-    assert x.shape == (4, 2, 5) and y.dtype == torch.int64 and {*y.tolist()} <= {0, 1, 2}
-    whole = next(iter(data.test_batches(7)))
-    for a, b in zip(whole, zip(*data.test_batches(4))):
+    x, y = epoch_of(data, 1, 10)
+    assert x.shape == (10, 2, 5) and y.dtype == torch.int64 and {*y.tolist()} <= {0, 1, 2}
+    for a, b in zip(next(iter(data.test_batches(7))), zip(*data.test_batches(4))):
         assert torch.equal(a, torch.cat(b))
-    default = load_data("synthetic")
-    assert default.train_batch(0, 0, 2)[0].shape == (2, 3, 32, 32)
-    assert default.train_batches_per_epoch(1) == 1024
 
 
 # ---- users' loaders
@@ -344,28 +324,21 @@ def test_loader_draws_alike_from_pythons_and_numpys_generators() -> None:
     assert read_batch(1, 1) != read_batch(0, 1)
 
 
-def make_sampled_loader(batched: bool, seed: int) -> DataSource:
-    """Make a loader of a sampler that has a generator of its own."""
+def make_sampled_loader(batched: Any) -> DataSource:
+    """Make a shuffled loader, or one of a sampler that has a generator of its own."""
     generator = torch.Generator().manual_seed(1)
     sampler = torch_data.RandomSampler(range(24), generator=generator)  # type: ignore[arg-type]
     batches = torch_data.BatchSampler(sampler, 4, False)
-    options: Any = {"batch_sampler": batches} if batched else {"sampler": sampler}
-    return from_loader(make_loader(24, **options), seed=seed)
+    own: Any = {"batch_sampler": batches} if batched else {"sampler": sampler}
+    return from_loader(make_loader(24, **({"shuffle": True} if batched is None else own)))
 
 
 @pytest.mark.parametrize("batched", [None, False, True])
 def test_loader_resumes_and_repeats_by_index(batched: Any) -> None:
     """Story: a sampler's own generator was not reset, so that a resumed run saw another order."""
-
-    def make() -> DataSource:
-        if batched is None:
-            return from_loader(make_loader(24, shuffle=True))
-        return make_sampled_loader(batched, 0)
-
-    whole = make()
+    whole, resumed = make_sampled_loader(batched), make_sampled_loader(batched)
     first, second = (epoch_of(whole, epoch, 4)[1] for epoch in (0, 1))
     assert not torch.equal(first, second)
-    resumed = make()
     for index in (3, 3, 4, 1, 2, 0):  # ahead, the same again, on, and back
         assert torch.equal(resumed.train_batch(1, index, 4)[1], second[4 * index : 4 * index + 4])
     assert torch.equal(resumed.train_batch(0, 2, 4)[1], first[8:12])  # an earlier epoch again
@@ -388,18 +361,13 @@ class UncountedStream(IterableDataset):  # type: ignore[type-arg]
         return iter(CountedStream())
 
 
-def make_batch_sampler(count: int, drop_last: bool) -> Any:
-    return torch_data.BatchSampler(torch_data.SequentialSampler(range(count)), 4, drop_last)
-
-
 @pytest.mark.parametrize("loader, batches", [
     (make_loader(23), 5), (make_loader(24), 6), (make_loader(23, drop_last=True), 5),
     # any sequence of batches may be a loader
     ([(torch.zeros(4, 1), torch.zeros(4))] * 3, 3),
     # story: the batches of the whole set were counted, and the run failed where the sampler ended
     (make_loader(sampler=torch_data.SubsetRandomSampler(range(10))), 2),
-    (make_loader(batch_sampler=make_batch_sampler(10, False)), 2),
-    (make_loader(batch_sampler=make_batch_sampler(12, True)), 3),
+    (make_loader(batch_sampler=torch_data.BatchSampler(range(10), 4, False)), 2),
     (make_loader(batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]), 3),
     (DataLoader(CountedStream(), batch_size=4), 2),
 ])  # fmt: skip
@@ -407,17 +375,10 @@ def test_full_batches_are_counted(loader: Any, batches: int) -> None:
     data = from_loader(loader)
     assert data.train_batches_per_epoch(4) == batches
     assert len(epoch_of(data, 0, 4)[1]) == 4 * batches
-
-
-@pytest.mark.parametrize("loader, index, size, words", [
-    (make_loader(23), 5, 4, "batches of 3, micro_batch_size is 4"),
-    (make_loader(), 0, 8, "batches of 4, micro_batch_size is 8"),
-    ([(torch.zeros(4, 1), torch.zeros(4))], 2, 4, "ended after 1 batches"),
-])  # fmt: skip
-def test_a_batch_that_is_not_there_is_refused(
-    loader: Any, index: int, size: int, words: str
-) -> None:
-    one_line(list_faults(from_loader(loader).train_batch, 0, index, size), words)
+    (fault,) = list_faults(data.train_batch, 0, batches, 4)
+    assert "batches of 3, micro_batch_size is 4" in fault or f"after {batches} batches" in fault
+    (fault,) = list_faults(data.train_batch, 0, 0, 8)
+    assert "batches of 4, micro_batch_size is 8" in fault
 
 
 @pytest.mark.parametrize("sizes, words", [
@@ -441,12 +402,6 @@ def test_the_incomplete_batch_of_a_stream_is_dropped_where_its_size_was_read_fir
     assert data.train_batches_per_epoch(4) is None and data.read_batch_size() == 4
     numbers = [data.train_batch(0, index, 4)[1].tolist() for index in range(5)]
     assert numbers == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2 + [[0, 1, 2, 3]]
-
-
-def test_a_loader_for_tests_keeps_its_batches() -> None:
-    data = from_loader(make_loader(), make_loader(6))
-    assert [y.tolist() for _, y in data.test_batches(3)] == [[0, 1, 2, 3], [4, 5]]
-    assert list(from_loader(make_loader()).test_batches(3)) == []
 
 
 # ---- folders of images
@@ -499,8 +454,7 @@ def test_bytes_are_normalized_where_the_model_is(image_root: Path) -> None:
         load_data("image_folder", image_root, size=16, bytes=value) for value in (False, True)
     )
     pairs = [(here.train_batch(0, 0, 12), there.train_batch(0, 0, 12))]
-    pairs += list(zip(here.test_batches(4), there.test_batches(4)))
-    for (x, y), (raw, labels) in pairs:
+    for (x, y), (raw, labels) in [*pairs, *zip(here.test_batches(4), there.test_batches(4))]:
         assert raw.dtype == torch.uint8 and raw.is_contiguous() and torch.equal(y, labels)
         torch.testing.assert_close(FromBytes()(raw), x)
     raw = load_data("synthetic", shape=[3, 4, 4], bytes=True).train_batch(0, 0, 64)[0]
@@ -554,9 +508,9 @@ def test_an_image_that_cannot_be_read_is_named(
 def test_the_middle_of_an_image_equals_that_of_the_scaled_image(tmp_path: Path) -> None:
     """They differ by at most 1 of 255. Story: the whole image was scaled first, and one of 1 x 20000 pixels took 6 GB."""
     image = pytest.importorskip("PIL.Image")
-    rng, sizes, path = np.random.default_rng(0), [], tmp_path / "x" / "val" / "0" / "0.png"
-    write_pictures(tmp_path / "x", 1, train=1, val=1)
-    data: Any = load_data("image_folder", tmp_path / "x", size=32)
+    rng, path = np.random.default_rng(0), tmp_path / "val" / "0" / "0.png"
+    write_pictures(tmp_path, 1, train=1, val=1)
+    data: Any = load_data("image_folder", tmp_path, size=32)
     for width, height in ((300, 500), (37, 51), (64, 64), (10, 9), (257, 36)):
         image.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8)).save(path)
         scale = 37 / min(width, height)  # 8/7 of 32
@@ -565,13 +519,7 @@ def test_the_middle_of_an_image_equals_that_of_the_scaled_image(tmp_path: Path) 
         left, top = (whole.width - 32) // 2, (whole.height - 32) // 2
         expected = np.asarray(whole.crop((left, top, left + 32, top + 32))).astype(int)
         assert abs(data._load_middle((path, 0))[0].astype(int) - expected).max() <= 1
-    resize = image.Image.resize
     image.new("L", (1, 20000), 200).save(path)
-
-    def note_size(self: Any, size: Any, *how: Any) -> Any:
-        sizes.append(size)
-        return resize(self, size, *how)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image.Image, "resize", note_size)
-        assert (data._load_middle((path, 0))[0] == 200).all() and sizes == [(32, 32)]
+    with patch.object(image.Image, "resize", autospec=True, side_effect=image.Image.resize) as used:
+        assert (data._load_middle((path, 0))[0] == 200).all()
+    assert [call.args[1] for call in used.call_args_list] == [(32, 32)]

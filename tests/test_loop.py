@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Dict
 
 import pytest
 import torch
@@ -20,10 +20,19 @@ from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.report import provenance
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import find_commit, name_commit
-from ipu_pipe.run.train import train
-from ipu_pipe.store.checkpoint import load_weights, read_weights
-from tests.support.runs import DIGITS, list_faults, read_json
+from ipu_pipe.store import checkpoint
+from tests.support.processes import run_in_group
+from tests.support.runs import (
+    DIGITS,
+    list_faults,
+    needs_processes,
+    read_json,
+    read_summary,
+    read_weights,
+)
 from tests.test_callbacks import SHORT, train_short_digits
+from tests.test_going_on import OWN, make_counting_model
+from tests.test_train import make_short_config
 
 OFTEN = [
     "steps=24",
@@ -87,7 +96,8 @@ def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
     train_short_digits(run, *sets)
     config = load_config(DIGITS, [*SHORT, *sets])
     model, data = make_model(config), make_data(config)
-    load_weights(model, read_weights(run / "checkpoints" / "step-3"), "here")
+    weights = checkpoint.read_weights(run / "checkpoints" / "step-3")
+    checkpoint.load_weights(model, weights, "here")
     batches = list(data.test_batches(10))
     inputs = torch.cat([x for x, _ in batches])
     with torch.no_grad():
@@ -145,19 +155,6 @@ def test_a_run_records_versions_machine_and_data(tmp_path: Path) -> None:
     assert read_json(other / "record.json")[0]["data"]["sha256"] != first["data"]["sha256"]
 
 
-def test_the_closing_lines_name_the_files_that_are_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Story: they named a trace of a run that wrote none."""
-    for trace in ("null", "{begin: 0}"):
-        out = tmp_path / trace[:1]
-        train(load_config(DIGITS, [*SHORT, "steps=2", f"log.trace={trace}"]), out)
-        closing = capsys.readouterr().out
-        assert str(out / "metrics.jsonl") in closing
-        assert (str(out / "trace.json.gz") in closing) == (out / "trace.json.gz").is_file()
-    assert (out / "trace.json.gz").is_file()
-
-
 def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_git(*args: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *args]
@@ -177,17 +174,12 @@ def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert find_commit(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("dirty", "words"), [(False, ""), (True, " changed"), (None, " perhaps changed")]
-)
-def test_a_commit_whose_changes_are_unknown_is_named(
-    dirty: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_whose_changes_are_unknown_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: where git could not tell, a sweep ended in a TypeError before its first model."""
-    monkeypatch.setattr(
-        provenance, "find_commit", lambda folder: {"commit": "0123456789", "dirty": dirty}
-    )
-    assert name_commit(Path(), 4) == f"0123{words}"
+    for dirty, words in ((False, ""), (True, " changed"), (None, " perhaps changed")):
+        commit = {"commit": "0123456789", "dirty": dirty}
+        monkeypatch.setattr(provenance, "find_commit", lambda folder, commit=commit: commit)
+        assert name_commit(Path(), 4) == f"0123{words}"
 
 
 def test_a_summary_of_another_version_is_refused(tmp_path: Path) -> None:
@@ -197,3 +189,93 @@ def test_a_summary_of_another_version_is_refused(tmp_path: Path) -> None:
         summary.write_text(json.dumps({**read_json(summary), "schema": schema}))
         with pytest.raises(BadInput, match=f"summary.json: schema: {schema}"):
             train_short_digits(tmp_path / "run", "steps=2", resume=True)
+
+
+# ---- the weights of the best evaluation
+
+# the greatest value of a falling loss is the best: that of the first evaluation, after 4 updates; the third ends the run
+STOPS = "early_stopping={mode: max, patience: 2, restore_best: true}"
+STOPPED = [
+    *OFTEN,
+    'stages=["4"]',
+    "log.tensorboard=false",
+    "evaluate.subset=32",
+    "data.subset=256",
+    "backend.threads=1",
+]
+
+
+def train_own_model(out: Path, method: str, *overrides: str, **keys: Any) -> Any:
+    """Train a model of the caller; return the report and the model."""
+    settings = [*STOPPED, "optimizer.lr=0.01", f"method={method}", *OWN[method], *overrides]
+    model = make_counting_model()
+    return ipu_pipe.train(make_short_config(*settings), out, model=model, **keys), model
+
+
+def has_weights(model_state: Dict[str, Any], weights: Dict[str, torch.Tensor]) -> bool:
+    return all(
+        torch.equal(value, weights[name].to(value.dtype)) for name, value in model_state.items()
+    )
+
+
+class FinalWeights(ipu_pipe.Callback):
+    def on_end(self, now: ipu_pipe.Moment) -> None:
+        self.model = {name: value.clone() for name, value in now.model.state_dict().items()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_the_model_has_the_best_weights_when_the_run_ends(
+    method: str, tmp_path: Path, capsys: Any
+) -> None:
+    run, other, final_weights = tmp_path / "run", tmp_path / "other", FinalWeights()
+    report, model = train_own_model(run, method, STOPS, callbacks=[final_weights])
+    best_step, last_step = report["restored_step"], report["steps"]
+    assert (best_step, last_step) == ((16, 24) if method == "local_greedy" else (4, 12))
+    line = f"restored the best weights, of step {best_step}: {run}/checkpoints/step-{best_step}"
+    assert capsys.readouterr().out.rstrip().endswith(f"\n{line}")
+    best, last = read_weights(run, best_step), read_weights(run, last_step)
+    assert has_weights(model.state_dict(), best) and not has_weights(model.state_dict(), last)
+    assert has_weights({"1.weight": final_weights.model["1.weight"]}, best)
+    assert read_summary(run)["restored_step"] == best_step
+    # everything except the model equals a run without it
+    plain_report, plain_model = train_own_model(other, method, STOPS.replace("true", "false"))
+    assert plain_report["final"] == report["final"] and "restored_step" not in plain_report
+    assert has_weights(plain_model.state_dict(), last)
+
+
+def test_the_newest_may_be_the_best_and_a_run_need_not_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    report, model = train_own_model(run, "pipedream", STOPS.replace("max", "min"), "steps=8")
+    assert report["restored_step"] == 8 and report["stopped"] is None
+    assert capsys.readouterr().out.rstrip().endswith("the newest weights are the best: step 8")
+    assert has_weights(model.state_dict(), read_weights(run, 8))
+    # a resumed run remembers the best evaluation
+    for steps in (8, 12):
+        stopping = ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)
+        keys = {"callbacks": [stopping], "resume": steps == 12}
+        report, model = train_own_model(whole, "pipedream", f"steps={steps}", **keys)
+        assert report["restored_step"] == 4
+        assert has_weights(model.state_dict(), read_weights(whole, 4))
+
+
+def train_each_method(rank: int, folder: Path) -> None:
+    """Train each method as a rank of a group of two, and save the weights of the caller's model."""
+    for method in OWN:
+        backend = ["backend.name=distributed", "backend.deadline=60"]
+        report, model = train_own_model(folder / method, method, STOPS, *backend, quiet=True)
+        assert report["restored_step"] < report["steps"]
+        torch.save(model.state_dict(), folder / f"{method}-{rank}.pt")
+
+
+@pytest.mark.slow
+@needs_processes
+def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
+    run_in_group(2, train_each_method, tmp_path)
+    for method in OWN:
+        report, emulated = train_own_model(tmp_path / f"one-{method}", method, STOPS, quiet=True)
+        best = read_weights(tmp_path / method, report["restored_step"])
+        for rank in range(2):
+            saved = torch.load(tmp_path / f"{method}-{rank}.pt")
+            assert has_weights(saved, best) and has_weights(saved, emulated.state_dict())

@@ -367,14 +367,12 @@ def test_models_that_cannot_be_trained_or_kept_are_refused(model: nn.Module, mes
     assert list_faults(build, make_short_config("stages=1"), model=model)[0].startswith(message)
 
 
-@pytest.mark.parametrize("make_optimizer, message", [
-    (lambda groups: torch.optim.SGD([torch.ones(1)], lr=0.1), "must be made from the groups"),
-    (lambda groups: None, "returned None"),
-])  # fmt: skip
-def test_an_optimizer_of_other_groups_is_refused(make_optimizer: Any, message: str) -> None:
+def test_an_optimizer_of_other_groups_is_refused() -> None:
     """A factory that ignored its groups once ended in a KeyError."""
-    with pytest.raises(BadInput, match=message):
-        build(make_short_config(), optimizer=make_optimizer)
+    with pytest.raises(BadInput, match="must be made from the groups"):
+        build(
+            make_short_config(), optimizer=lambda groups: torch.optim.SGD([torch.ones(1)], lr=1.0)
+        )
 
 
 def test_a_loss_may_be_the_class_of_a_module() -> None:
