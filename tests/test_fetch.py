@@ -161,13 +161,14 @@ def test_mnist_is_fetched_once_and_loads(
 def test_a_damaged_set_is_refused_and_its_remedy_works(
     mnist: Dict[str, bytes], tmp_path: Path
 ) -> None:
-    folder = fetch_set("mnist", tmp_path, ignore_line)
+    root = tmp_path / "root"
+    folder = fetch_set("mnist", root, ignore_line)
     (folder / "t10k-labels-idx1-ubyte").unlink()
     remedy = "t10k-labels-idx1-ubyte: missing: delete the folder and run: python tools/fetch"
     with pytest.raises(BadInput, match=remedy):
-        fetch_set("mnist", tmp_path, ignore_line)
+        fetch_set("mnist", root, ignore_line)
     shutil.rmtree(folder)
-    assert read_files_by_name(fetch_set("mnist", tmp_path, ignore_line)) == mnist
+    assert read_files_by_name(fetch_set("mnist", root, ignore_line)) == mnist
 
 
 def test_cifar10_is_converted(

@@ -102,13 +102,15 @@ def test_test_windows_follow_one_another_in_the_last_tenth(shakespeare_root: Pat
     assert windows == [letters[:96], letters[1:97]]
 
 
-@pytest.mark.parametrize("name, count", [("shakespeare", 111), ("translation", 34)])
+@pytest.mark.parametrize(
+    "name, sizes", [("shakespeare", [111, 1, 37]), ("translation", [34, 2, 17])]
+)
 def test_samples_of_a_text_depend_on_seed_and_epoch_alone(
-    name: str, count: int, shakespeare_root: Path, translation_root: Path
+    name: str, sizes: List[int], shakespeare_root: Path, translation_root: Path
 ) -> None:
     options = {"context": 8} if name == "shakespeare" else {}
     assert_samples_follow_seed_and_epoch(
-        lambda seed: load_data(name, shakespeare_root, seed, **options), [count, 1, count // 3]
+        lambda seed: load_data(name, shakespeare_root, seed, **options), sizes
     )
 
 

@@ -72,8 +72,8 @@ def test_no_character_of_a_text_is_in_both_sets() -> None:
     assert data.train_samples == count - 21 and data.validation is not None
     held_out = torch.cat([x for x, _ in data.validation.test_batches(7)]).flatten()
     assert torch.equal(torch.cat([left, held_out]), text[: len(left) + 200])
-    assert int(data._starts.max()) + 10 < len(left)
     assert data.take_train(0, range(count - 21))[1].shape == (count - 21, 10)
+    assert int(data._starts.max()) + 10 < len(left)
 
 
 def test_image_folders_hold_out_files_without_augmenting_them(tmp_path: Path) -> None:
