@@ -304,7 +304,7 @@ def test_loader_respects_the_seed_of_its_own_generator_and_leaves_it_as_it_was()
     assert read_order(42, 1) == orders[2] and len({*map(tuple, orders)}) == 5
 
 
-class Noisy(torch_data.Dataset):  # type: ignore[type-arg]
+class RandomPairs(torch_data.Dataset):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return 8
 
@@ -316,7 +316,7 @@ def test_loader_draws_alike_from_pythons_and_numpys_generators() -> None:
     def read_batch(epoch: int, index: int) -> List[float]:
         random.random(), np.random.rand(2)
         states = random.getstate(), np.random.get_state()[1].tolist()
-        x, _ = from_loader(DataLoader(Noisy(), batch_size=4)).train_batch(epoch, index, 4)
+        x, _ = from_loader(DataLoader(RandomPairs(), batch_size=4)).train_batch(epoch, index, 4)
         assert states == (random.getstate(), np.random.get_state()[1].tolist())
         return [float(value) for value in x.flatten()]
 
