@@ -179,6 +179,22 @@ def test_samples_depend_on_seed_and_epoch_alone(kind: str, tmp_path: Path) -> No
     assert_samples_follow_seed_and_epoch(makers[kind], sizes)
 
 
+@pytest.mark.parametrize("kind", ["tensors", "images"])
+def test_augmentation_differs_by_epoch_and_seed(kind: str, tmp_path: Path) -> None:
+    """With one sample, so that the order makes no difference."""
+
+    def read_sample(seed: int, epoch: int) -> bytes:
+        if kind == "images":
+            data = make_image_folder(tmp_path / "x", seed, subset=1)
+        else:
+            pair = [part[:1] for part in make_tensor_data().train]
+            data = TensorData(pair, pair, seed, augment=True)
+        return data.train_batch(epoch, 0, 1)[0].numpy().tobytes()
+
+    for places in (range(5), range(0, 50, 10)):
+        assert len({read_sample(*divmod(place, 10)) for place in places}) > 1
+
+
 def test_an_epoch_has_every_sample_once() -> None:
     data = make_tensor_data()
     for epoch in range(2):
