@@ -159,47 +159,30 @@ def test_hardware_is_a_name_a_file_or_a_mapping_checked_when_the_config_is_read(
     empty_folder: Path,
 ) -> None:
     Path("own.yaml").write_text(f"devices: 2\ndevice: {DEVICE}\n")
-    assert list_config_faults("hardware: own.yaml") == [
-        "own.yaml: devices: 2: must be at most 1: no level of links holds more"
-    ]
+    assert_faults_begin(list_config_faults("hardware: own.yaml"), "own.yaml: devices: 2: ")
     Path("own.yaml").write_text(f"devices: 1\ndevice: {DEVICE}\n")
     for value in ("pod16", "own.yaml", f"{{devices: 1, device: {DEVICE}}}"):
-        Path("x.yaml").write_text(f"{SMALLEST}hardware: {value}\n")
-        config = load_config("x.yaml")
+        config = read_config(f"hardware: {value}\n")
         assert read_hardware(config.hardware).devices in (1, 16)
         Path("y.yaml").write_text(dump_config(config))
         assert load_config("y.yaml") == config
     wrong = DEVICE.replace("peak_flops: 1e9", "peak_flop: 1, peak_flops: -1")
     assert_faults_begin(
-        list_config_faults(f"hardware: {{extra: 1, devices: 1, device: {wrong}}}"),
+        list_config_faults(f"seed: -1\nhardware: {{extra: 1, devices: 1, device: {wrong}}}"),
+        "x.yaml: seed: -1: ",
         "x.yaml: hardware.device.rates.float32.peak_flops.value: -1: ",
         "x.yaml: hardware.device.rates.float32.peak_flop: 1: ",
         "x.yaml: hardware.extra: 1: ",
     )
-    assert_faults_begin(
-        list_config_faults("seed: -1\nhardware: nix", "hardware=nox"),
-        "x.yaml: seed: -1: ",
-        "--set hardware=nox: hardware: nox: ",
-    )
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (SMALLEST.splitlines()[1], "x.yaml: model: missing: Field required"),
-        (SMALLEST.splitlines()[0], "x.yaml: data: missing: Field required"),
-        (
-            "model: {entry: 3}\ndata: {name: digits}",
-            "x.yaml: model.entry: 3: must be a valid string",
-        ),
-        (
-            "model: {entry: 'a:b', args: {1: 2}}\ndata: {name: digits}",
-            "x.yaml: model.args.1: 1: must be a valid string",
-        ),
-        ("", "x.yaml: must be a mapping of keys to values, as in configs/mlp_digits.yaml"),
-        ("- a", "x.yaml: must be a mapping of keys to values, as in configs/mlp_digits.yaml"),
-    ],
-)
+@pytest.mark.parametrize("text, message", [
+    (SMALLEST.splitlines()[1], "x.yaml: model: missing: Field required"),
+    (SMALLEST.replace("'models.mlp:mlp'", "3"), "x.yaml: model.entry: 3: must be a valid string"),
+    (SMALLEST.replace("}", ", args: {1: 2}}", 1), "x.yaml: model.args.1: 1: must be a valid string"),
+    ("", "x.yaml: must be a mapping of keys to values, as in configs/mlp_digits.yaml"),
+    ("- a", "x.yaml: must be a mapping of keys to values, as in configs/mlp_digits.yaml"),
+])  # fmt: skip
 def test_a_config_without_a_required_key_is_refused(
     text: str, message: str, empty_folder: Path
 ) -> None:
@@ -305,51 +288,15 @@ def test_extends_merges_deeply_and_relative_to_the_file(empty_folder: Path) -> N
     assert config.stages == ["c"] and config.seed == 3  # lists are replaced, not concatenated
 
 
-def test_a_circle_names_the_file_that_closes_it(empty_folder: Path) -> None:
-    Path("a.yaml").write_text("extends: b.yaml\n")
-    Path("b.yaml").write_text("extends: a.yaml\n")
-    with pytest.raises(
-        BadInput,
-        match="^b.yaml: extends: a.yaml: more than 20 files extend one another, or in a circle$",
-    ):
-        load_config("a.yaml")
-
-
 # ---- writing, comparing
-
-EVERY_KEY: Dict[str, Any] = {
-    "model": {
-        "entry": "m:f",
-        "args": {
-            "norm": "no",
-            "power": "1e-3",
-            "shape": [1, 2.5, None, True],
-            "x": {},
-            "y": "0o17",
-        },
-    },
-    "data": {"name": "cifar10", "root": "d", "subset": 100, "augment": False, "date": "2026-01-01"},
-    "method": "pipemare",
-    "method_args": {"turn": 0, "stash": True},
-    "stages": {"count": 3, "by": "time"},
-    "optimizer": {
-        "name": "adamw",
-        "lr": 1e-5,
-        "betas": [0.9, 0.95],
-        "eps": 1e-20,
-        "no_decay": ["*.bias"],
-    },
-    "lr_schedule": {"name": "step", "milestones": [2, 3.5], "gamma": 0.3, "warmup_steps": 4},
-    "clip": {"norm": 1, "scope": "stage"},
-    "steps": 5,
-}
 
 
 @pytest.mark.parametrize(
-    "keys", [{}, EVERY_KEY, {"stages": {"finest": 9}}, {"stages": ["a"]}, {"stages": "finest"}]
+    "stages", [None, 3, ["a"], "finest", {"finest": 9}, {"count": 3, "by": "time"}]
 )
-def test_a_dumped_config_reads_as_the_same_config(keys: Dict[str, Any], tmp_path: Path) -> None:
-    config = configure(**keys)
+def test_a_dumped_config_reads_as_the_same_config(stages: Any, tmp_path: Path) -> None:
+    groups = {"no_decay": ["*.bias"], "betas": [0.9, 0.95], "eps": 1e-20, "name": "adamw"}
+    config = configure(stages=stages, optimizer=groups, data={"name": "x", "date": "2026-01-01"})
     (tmp_path / "x.yaml").write_text(dump_config(config), encoding="utf-8")
     again = load_config(tmp_path / "x.yaml")
     assert again == config and again.to_dict() == config.to_dict()
@@ -372,16 +319,6 @@ def test_any_value_survives_being_written_and_read(tmp_path: Path, values: Dict[
     (tmp_path / "x.yaml").write_bytes(dump_config(config).encode("utf-8"))
     again = load_config(tmp_path / "x.yaml").model.args
     assert again == values and repr(again) == repr(values)  # repr, since 1 == 1.0 == True
-
-
-def test_a_dumped_config_means_the_same_to_a_reader_of_yaml_1_1() -> None:
-    values = {"a": "no", "b": "1:30", "c": "2026-01-01", "d": "1_0", "e": "1e-3"}
-    assert (
-        yaml.safe_load(dump_config(configure(model={"entry": "m:f", "args": values})))["model"][
-            "args"
-        ]
-        == values
-    )
 
 
 @pytest.mark.parametrize(
@@ -436,40 +373,42 @@ def test_arguments_that_a_callable_does_not_take_are_named() -> None:
     for call in (check_arguments, call_entry):
         assert_faults_begin(
             list_faults(call, make_pair, {"widht": 3, "depth": True}, "model.args"),
-            "model.args.widht: 3: unknown argument, allowed are ", "model.args.width: missing: ",
-        )  # fmt: skip
-    assert list_faults(check_arguments, make_pair, {"widht": 3, "width": 3}, "model.args")[
-        0
-    ].endswith("allowed are width, depth")
-    check_arguments(make_pair, {"width": 3}, "model.args")
+            "model.args.widht: 3: unknown argument, allowed are ",
+            "model.args.width: missing: ",
+        )
     check_arguments(lambda **rest: rest, {"anything": 1}, "model.args")
     check_arguments(dict, {"anything": 1}, "model.args")  # dict has no signature
     assert call_entry(make_pair, {"width": 3}, "model.args") == (3, 2)
 
 
-def test_an_exception_of_a_callable_about_a_value_is_one_line() -> None:
-    def raise_kind(kind: type) -> Any:
+@pytest.mark.parametrize("kind", [ValueError, KeyError, MemoryError])
+def test_an_exception_of_a_callable_about_a_value_is_one_line(kind: Any) -> None:
+    def raise_kind(number: int) -> Any:
         raise kind("too large\nhere is why")
 
-    for kind in (
-        ValueError,
-        RuntimeError,
-        KeyError,
-        AssertionError,
-        MemoryError,
-    ):  # story: these ended in a traceback
-        (line,) = list_faults(call_entry, raise_kind, {"kind": kind}, "model.args")
-        assert line.startswith("model.args: {'kind': ") and "too large" in line and "\n" not in line
-        assert (f"{kind.__name__}: " in line) == (kind is not ValueError)
+    # story: these ended in a traceback
+    (line,) = list_faults(call_entry, raise_kind, {"number": 3}, "model.args")
+    assert line.startswith("model.args: {'number': 3}") and "too large" in line
+    assert "\n" not in line and (f"{kind.__name__}: " in line) == (kind is not ValueError)
 
 
-def test_stages_measured_by_time_are_the_same_as_the_names_they_came_to() -> None:
-    names, measured = configure(stages=["b", "c"]), configure(stages={"count": 3, "by": "time"})
-    assert keep_recorded_choices(names, measured) == names
-    for stages in ({"count": 4, "by": "time"}, {"count": 3, "by": "flops"}, 3, ["b", "d"]):
-        other = configure(stages=stages)
-        assert keep_recorded_choices(names, other) == other != names
-    assert keep_recorded_choices(measured, measured) == measured
+MEASURED = {"stages": {"count": 3, "by": "time"}}
+
+
+@pytest.mark.parametrize("old, new, kept", [
+    # stages measured by time are the same as the names that they came to
+    ({"stages": ["b", "c"]}, MEASURED, {"stages": ["b", "c"]}),
+    ({"stages": ["b", "c"]}, {"stages": {"count": 4, "by": "time"}}, {}),
+    ({"stages": ["b", "c"]}, {"stages": {"count": 3, "by": "flops"}}, {}),
+    ({"stages": ["b", "c"]}, {"stages": ["b", "d"]}, {}),
+    (MEASURED, MEASURED, {}),
+    # a rate that the method advised; one that the new config sets wins
+    ({"optimizer": {"name": "sgd", "lr": 0.07}}, {"optimizer": {"name": "sgd"}}, {"optimizer": {"name": "sgd", "lr": 0.07}}),
+    ({"optimizer": {"name": "sgd", "lr": 0.07}}, {"optimizer": {"name": "sgd", "lr": 0.3}}, {}),
+])  # fmt: skip
+def test_a_resumed_run_keeps_what_its_config_leaves_open(old: Any, new: Any, kept: Any) -> None:
+    resumed = keep_recorded_choices(configure(**old), configure(**new))
+    assert resumed == configure(**{**new, **kept})
 
 
 def test_a_key_that_an_earlier_version_lacked_counts_as_its_default() -> None:
@@ -491,31 +430,9 @@ def test_files_that_are_not_configs_are_refused_unread(empty_folder: Path) -> No
     os.mkfifo("pipe")  # story: the reader waited for a writer
     Path("latin.yaml").write_bytes(b"seed: 1\nx: \xe9\n")
     Path("large.yaml").write_text("# " + "x" * 2**19)
-    for name in (
-        "gone.yaml",
-        "folder",
-        "pipe",
-        "/dev/zero",
-        "latin.yaml",
-        "large.yaml",
-        "a\0b",
-        "x" * 300,
-    ):
-        place = name.replace("\0", "\\x00")
-        assert_faults_begin(
-            list_faults(load_config, name),
-            f"{place}: line 2: " if name == "latin.yaml" else f"{place}: ",
-        )
-
-
-def test_a_file_without_permission_is_reported_as_such(
-    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def raise_permission_error(*arguments: Any) -> int:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "open", raise_permission_error)  # root may read every file
-    assert_faults_begin(list_faults(load_config, "x.yaml"), "x.yaml: cannot be read: ")
+    names = ("gone.yaml", "folder", "pipe", "/dev/zero", "latin.yaml", "large.yaml", "a\0b")
+    for name in (*names, "x" * 300):
+        assert_faults_begin(list_faults(load_config, name), name.replace("\0", "\\x00") + ": ")
 
 
 def test_twenty_thousand_keys_are_read_and_their_faults_counted(empty_folder: Path) -> None:
@@ -577,38 +494,23 @@ def test_overrides_that_are_too_deep_are_refused(override: str, empty_folder: Pa
     assert "nested deeper than 50 levels" in list_config_faults("", override)[0]
 
 
-def test_a_run_too_long_to_be_planned_is_refused_with_the_reason() -> None:
-    keys = {
-        "model": {"entry": "models.mlp:mlp"},
-        "data": {"name": "digits"},
-        "evaluate": {"every": 0},
-    }
-    faults = list_faults(build, configure(**keys, epochs=10_000_000))
-    assert_faults_begin(faults, "epochs: 10000000: 1790000000 updates, at most 10000000: ")
-    faults = list_faults(build, configure(**keys, steps=5_000_000, checkpoint={"every": 1}))
-    assert_faults_begin(
-        faults, "checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: "
-    )
+@pytest.mark.parametrize("keys, begin", [
+    ({"epochs": 10_000_000}, "epochs: 10000000: 1790000000 updates, at most 10000000: "),
+    ({"steps": 5_000_000, "checkpoint": {"every": 1}},
+     "checkpoint.every: 1: 5000000 times in 5000000 updates, at most 1000000: "),
+])  # fmt: skip
+def test_a_run_too_long_to_be_planned_is_refused_with_the_reason(keys: Any, begin: str) -> None:
+    config = configure(**yaml.safe_load(SMALLEST), evaluate={"every": 0}, **keys)
+    assert_faults_begin(list_faults(build, config), begin)
 
 
-@pytest.mark.parametrize(
-    ("text", "accumulate", "updates"),
-    [
-        ("", 1, range(512)),
-        ("log: {trace: {}}", 8, range(64)),
-        ("log: {trace: true}", 8, range(64)),
-        ("log: {trace: {begin: 100, every: 10}}", 8, range(100, 740, 10)),
-        ("log: {trace: {begin: 5, end: 9}}", 1000, range(5, 9)),
-        ("log: {trace: {end: 9, every: 4}}", 1000, range(0, 9, 4)),
-        ("", 1000, range(1)),
-    ],
-)
-def test_traced_updates(empty_folder: Path, text: str, accumulate: int, updates: range) -> None:
-    chosen = read_config(text).log.trace
-    assert chosen is not None and chosen.updates(accumulate) == updates
-
-
-@pytest.mark.parametrize("off", ["false", "null"])
-def test_a_trace_can_be_turned_off(empty_folder: Path, off: str) -> None:
-    config = read_config(f"log: {{trace: {off}}}")
-    assert config.log.trace is None and Config.model_validate(config.to_dict()) == config
+@pytest.mark.parametrize("trace, accumulate, updates", [
+    (None, 1, range(512)), ("{}", 8, range(64)), ("true", 8, range(64)), ("{begin: 100, every: 10}", 8, range(100, 740, 10)),
+    ("{begin: 5, end: 9}", 1000, range(5, 9)), ("{end: 9, every: 4}", 1000, range(0, 9, 4)), (None, 1000, range(1)),
+    ("false", 1, None), ("null", 1, None),
+])  # fmt: skip
+def test_traced_updates(empty_folder: Path, trace: Any, accumulate: int, updates: Any) -> None:
+    config = read_config(f"log: {{trace: {trace}}}" if trace else "")
+    chosen = config.log.trace
+    assert (chosen and chosen.updates(accumulate)) == updates
+    assert Config.model_validate(config.to_dict()) == config

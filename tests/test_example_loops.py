@@ -7,7 +7,6 @@ import json
 import re
 import runpy
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -18,8 +17,6 @@ import ipu_pipe
 from tests.support.runs import assert_same
 from tests.support.slow import mark_slow
 from tests.test_examples import EXAMPLES, LOOPS, run_script
-from tests.test_faults import find_free_port
-from tests.test_tutorials import split_commands
 from tools.documented import list_blocks
 
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -45,15 +42,6 @@ def test_accelerate_has_the_same_losses_and_rates_on_two_ranks(tmp_path: Path) -
     lines = one.splitlines()
     assert [line.split()[-1] for line in lines[:-1]] == ["0.010000", "0.000000"]
     assert lines[-1].startswith("test accuracy ")
-
-
-@pytest.mark.slow
-def test_a_loop_of_lightning_runs(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    printed = run_script([str(EXAMPLES / "lightning_loop.py"), "60"], tmp_path)
-    (accuracy,) = re.findall(r"after 60 updates: test accuracy (\S+)", printed)
-    # 0.1 by chance
-    assert float(accuracy) >= 0.3
 
 
 INTERRUPTED = """
@@ -97,30 +85,19 @@ def read_loop(name: str) -> List[str]:
 
 def test_loops_are_short_and_three_lines_make_a_pipeline() -> None:
     differences = list(difflib.ndiff(read_loop("plain_loop"), read_loop("own_loop")))
-    added = [
-        line[2:]
-        for line in differences
-        if line.startswith("+ ") and line[2:] and not line[2:].startswith("import ")
+    changed = [
+        f"{sign}{line}" if sign == "+" else f"-{line}"
+        for sign, line in ((one[0], one[2:]) for one in differences)
+        if sign in "+-" and line and not line.startswith("import ")
     ]
-    assert [line.split("(")[0].strip() for line in added] == [
-        "pipe = ipu_pipe.Pipeline",
-        "pipe.step",
-        "pipe.close",
-    ]
+    added = [line[1:].split("(")[0].strip() for line in changed if line[0] == "+"]
+    assert added == ["pipe = ipu_pipe.Pipeline", "pipe.step", "pipe.close"]
     # README shows the changed lines
     (shown,) = re.findall(r"```diff\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.S)
-    removed = [line[2:] for line in differences if line.startswith("- ")]
-    assert shown.splitlines() == [
-        f"+{added[0]}",
-        *(f"-{line}" for line in removed),
-        *(f"+{line}" for line in added[1:]),
-    ]
+    assert sorted(shown.splitlines()) == sorted(changed)
     # one has all that a longer loop has
-    short = [script for script in LOOPS if script.stem != "vit_loop"]
-    assert len(short) == 5
-    assert [
-        script.name for script in short if len(script.read_text(encoding="utf-8").splitlines()) > 60
-    ] == []
+    sizes = {script.stem: len(script.read_text().splitlines()) for script in LOOPS}
+    assert len(sizes) == 6 and [name for name in sizes if sizes[name] > 60] == ["vit_loop"]
 
 
 def train_in_place(folder: Path, name: str, changes: Dict[str, str]) -> Dict[str, Any]:
@@ -140,20 +117,14 @@ def test_with_gpipe_the_weights_equal_the_plain_loops(
 ) -> None:
     """They are equal bit for bit; with several microbatches the plain loop accumulates their gradients in the same order."""
     monkeypatch.setattr(sys, "argv", ["loop"])
-    chunks = f"for part, labels_of_part in zip(x.chunk({microbatches}), y.chunk({microbatches})):"
+    n = microbatches
     accumulation = {
-        "        loss = cross_entropy(model(x), y)\n": f"        {chunks}\n",
-        "        loss.backward()": f"            (cross_entropy(model(part), labels_of_part) / {microbatches}).backward()",
+        "        loss = cross_entropy(model(x), y)\n": f"        for a, b in zip(x.chunk({n}), y.chunk({n})):\n",
+        "        loss.backward()": f"            (cross_entropy(model(a), b) / {n}).backward()",
     }
     plain = train_in_place(tmp_path, "plain_loop", accumulation)
-    method = {
-        '"pipemare"': '"gpipe"',
-        "microbatches=4": f"microbatches={microbatches}",
-    }
+    method = {'"pipemare"': '"gpipe"', "microbatches=4": f"microbatches={n}"}
     assert_same(plain, train_in_place(tmp_path, "own_loop", method))
-    # with other weights than those of a method that does not flush
-    asynchronous = train_in_place(tmp_path, "own_loop", {})
-    assert any(not torch.equal(value, asynchronous[name]) for name, value in plain.items())
 
 
 # ---- docs/own_loop.md
@@ -161,67 +132,20 @@ def test_with_gpipe_the_weights_equal_the_plain_loops(
 PAGE = EXAMPLES.parent / "docs" / "own_loop.md"
 
 
-def _run_nodes(options: List[str], folder: Path) -> List[str]:
-    """Run a line of torchrun, with as many nodes as it says, all on this machine; return what each
-    printed."""
-    launch = ["-m", "torch.distributed.run"]
-    if "--nnodes" not in options:
-        return [run_script([*launch, "--standalone", *options], folder)]
-    nodes = int(options[options.index("--nnodes") + 1])
-    place = options.index("--rdzv_endpoint") + 1
-    here = [*options[:place], f"localhost:{find_free_port()}", *options[place + 1 :]]
-    with ThreadPoolExecutor(nodes) as pool:
-        running = [
-            pool.submit(run_script, [*launch, "--local_addr", "localhost", *here], folder)
-            for _ in range(nodes)
-        ]
-    return [node.result() for node in running]
-
-
-@pytest.mark.slow
-def test_the_blocks_of_the_page_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """The blocks run one after another, as in a session; blocks with a title are files, which torchrun runs."""
-    monkeypatch.chdir(tmp_path)
-    names: Dict[str, Any] = {}
-    languages = []
-    for block in list_blocks(PAGE):
-        languages.append(block.language)
-        if block.file:
-            Path(block.file).write_text(block.text, encoding="utf-8")
-        elif block.language == "python":
-            exec(compile(block.text, str(PAGE), "exec"), names)
-        else:
-            (words,) = split_commands(block.text)
-            assert words[0] == "torchrun"
-            printed = _run_nodes(words[1:], tmp_path)
-            assert all(part.startswith("loss ") or not part for part in printed) and any(printed)
-    assert languages.count("bash") == 2
-    assert names["outputs"].shape == (10, 10)
-    # two epochs, with a rate that falls after 40 updates
-    assert names["pipe"].finished == 92 and names["optimizer"].param_groups[0][
-        "lr"
-    ] == pytest.approx(0.0005)
-    assert "45 " not in capsys.readouterr().out.splitlines()[-1]
-
-
 def test_updates_leave_as_the_page_states() -> None:
     rows = re.findall(
         r"^\| `(\w+)`.* \| (\d) \| `(\[.*\])` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
     )
     assert len(rows) == 7
+    batch = torch.ones(8, 4)
     for method, count, cell in rows:
         model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        microbatches = None if method == "local_sgd" else int(count)
-        keys: Dict[str, Any] = {"stages": 4, "microbatches": microbatches}
+        keys: Any = {"stages": 4, "microbatches": None if method == "local_sgd" else int(count)}
         pipe = ipu_pipe.Pipeline(model, torch.nn.functional.mse_loss, optimizer, method, **keys)
         expected = json.loads(f"[{cell.replace('] [', '], [')}]")
-        assert [
-            [update.index for update in pipe.step(torch.ones(8, 4), torch.ones(8, 4))]
-            for _ in expected
-        ] == expected
+        left = [[update.index for update in pipe.step(batch, batch)] for _ in expected]
+        assert left == expected
         pipe.close()
 
 

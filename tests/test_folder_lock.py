@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,9 +26,9 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.run import loop
 from ipu_pipe.run.train import reserve_folder, train
 from ipu_pipe.store import folder
-from ipu_pipe.store.folder import RunFolder, check_folder, lock_folder
+from ipu_pipe.store.folder import check_folder, lock_folder
 from tests.support.runs import DIGITS, ROOT, read_metrics
-from tests.test_train import run_train_here
+from tests.test_train import run_train_tool  # noqa: F401
 
 SHORT = [
     "steps=4", "log.tensorboard=false", "log.every=1", "evaluate.every=0", "gradient_accumulation=4", "micro_batch_size=8",
@@ -39,10 +40,6 @@ def load_short_config(*sets: str) -> Any:
     return load_config(DIGITS, [*SHORT, *sets])
 
 
-def list_short_options(*pairs: str) -> List[str]:
-    return [item for pair in (*SHORT, *pairs) for item in ("--set", pair)]
-
-
 def read_tree(folder: Path) -> Dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -52,25 +49,26 @@ def read_tree(folder: Path) -> Dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def hold_lock(
-    folder: Path, body: str = "print('locked', flush=True); input()"
-) -> Iterator["subprocess.Popen[str]"]:
-    """Start another process that locks the folder."""
-    code = f"from pathlib import Path\nfrom ipu_pipe.store.folder import lock_folder\nimport os\n" \
-           f"lock = lock_folder(Path({str(folder)!r}))\nlock.__enter__()\n{body}"  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+def hold_lock(folder: Path, body: str = "") -> Iterator["subprocess.Popen[str]"]:
+    """Start another process that locks the folder, and runs `body`."""
+    code = f"""
+import os, time
+from pathlib import Path
+from ipu_pipe.store.folder import lock_folder
+lock = lock_folder(Path({str(folder)!r}))
+lock.__enter__()
+{body}
+print('locked', flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        assert process.stdout is not None and process.stdout.readline().startswith("locked")
+        assert process.stdout is not None and process.stdout.readline() == "locked\n"
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def wait_until_true(condition: Any, seconds: float = 120.0) -> None:
@@ -85,16 +83,16 @@ def wait_until_true(condition: Any, seconds: float = 120.0) -> None:
 
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path,
+    run_train_tool: Any,  # noqa: F811
 ) -> None:
     """The second run is refused in one line, whichever option it has.
 
     Story: --resume beside a live run left 37 of 124 lines of its metrics with exit code 0;
     --overwrite deleted its files.
     """
-    out, steps = tmp_path / "run", 40
-    arguments = [DIGITS, *list_short_options(f"steps={steps}"), "--out", str(out)]
-    go_file, waiting_file = tmp_path / "go", tmp_path / "waiting"
+    out, go_file, waiting_file = (tmp_path / name for name in ("run", "go", "waiting"))
+    arguments = [DIGITS, "--out", str(out), "--set", *SHORT]
     # a run that waits in its second half until the go file exists
     code = f"""
 import sys, time
@@ -102,7 +100,7 @@ from pathlib import Path
 from ipu_pipe.backends.emulator.replay import Emulator
 step = Emulator.advance
 def wait_then_step(self, microbatches):
-    if self.update == {steps // 2}:
+    if self.update == 2:
         Path({str(waiting_file)!r}).touch()
         while not Path({str(go_file)!r}).exists():
             time.sleep(0.02)
@@ -112,22 +110,17 @@ sys.argv = ['train', *{arguments!r}]
 from ipu_pipe.cli.train import main
 main()
 """
-    python = [sys.executable, "-c", code]
     live_run = subprocess.Popen(
-        python, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     try:
         wait_until_true(lambda: waiting_file.exists() or live_run.poll() is not None)
         before = read_tree(out)
         for option in ("--resume", "--overwrite"):
-            exit_code, _, error_line = run_train_here(
-                *arguments, option, monkeypatch=monkeypatch, capsys=capsys
-            )
+            exit_code, _, error_line = run_train_tool(*arguments, option)
             assert exit_code == 2 and error_line.count("\n") == 1
-            assert error_line.startswith(
-                f"error: --out: {out}: process {live_run.pid} writes a run there: "
-            )
-            assert error_line.endswith("wait for it, or give another folder\n")
+            place = f"error: --out: {out}: process {live_run.pid} writes a run there: "
+            assert error_line == place + "wait for it, or give another folder\n"
         assert read_tree(out) == before
         go_file.touch()
         _, error = live_run.communicate(timeout=120)
@@ -135,88 +128,62 @@ main()
         live_run.kill()
         live_run.wait()
     assert live_run.returncode == 0, error
-    assert [line["step"] for line in read_metrics(out) if "train_loss" in line] == list(
-        range(1, steps + 1)
-    )
+    assert [x["step"] for x in read_metrics(out) if "train_loss" in x] == [1, 2, 3, 4]
     assert not (out / ".lock").exists()
 
 
 @pytest.mark.slow
 def test_a_comparison_locks_both_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_train_tool: Any,  # noqa: F811
 ) -> None:
     out, step, locks = tmp_path / "run", Emulator.advance, []
 
-    def check_locks_and_step(self: Any, microbatches: Any) -> Any:
+    def note_locks_and_step(self: Any, microbatches: Any) -> Any:
         locks.append([(out / name / ".lock").exists() for name in (".", "gpipe")])
-        with pytest.raises(
-            BadInput, match=f"process {os.getpid()} writes a run there"
-        ), lock_folder(out / "gpipe"):
-            pass
         return step(self, microbatches)
 
-    monkeypatch.setattr(Emulator, "advance", check_locks_and_step)
-    arguments = [
-        DIGITS,
-        *list_short_options("steps=2"),
-        "--out",
-        str(out),
-        "--against",
-        "gpipe",
-        "--overwrite",
-    ]
-    for _ in range(2):
-        assert run_train_here(*arguments, monkeypatch=monkeypatch, capsys=capsys)[0] == 0
-    assert (
-        locks == [[True, True]] * 2 + [[False, True]] * 2 + [[True, True]] * 2 + [[False, True]] * 2
-    )
+    monkeypatch.setattr(Emulator, "advance", note_locks_and_step)
+    arguments = [DIGITS, "--out", str(out), "--against", "gpipe", "--overwrite", "--set", *SHORT]
+    assert run_train_tool(*arguments, "steps=2")[0] == 0
+    assert locks == [[True, True]] * 2 + [[False, True]] * 2
+    before = read_tree(out)
     with hold_lock(out / "gpipe"):
-        before = read_tree(out)
-        code, _, error_line = run_train_here(*arguments, monkeypatch=monkeypatch, capsys=capsys)
+        code, _, error_line = run_train_tool(*arguments)
         assert code == 2 and "gpipe: process" in error_line and error_line.count("\n") == 1
-        assert read_tree(out) == before
         with pytest.raises(BadInput, match="gpipe: process .* writes a run there"):
-            compare_methods(
-                load_short_config(), ["gpipe"], out, 2, overwrite=True, say=lambda text: None
-            )
-        assert read_tree(out) == before
+            compare_methods(load_short_config(), ["gpipe"], out, 2, overwrite=True, say=str)
+    assert {k: v for k, v in read_tree(out).items() if ".lock" not in k} == before
 
 
 # ---- the lock
 
 
-def test_the_lock_ends_with_its_holder_and_leaves_no_run(
-    tmp_path: Path,
-) -> None:
-    with hold_lock(tmp_path / "run") as other:
-        with pytest.raises(
-            BadInput, match=f"^--out: .*run: process {other.pid} writes a run there"
-        ):
-            train(load_short_config(), tmp_path / "run", quiet=True)
-        os.kill(other.pid, signal.SIGKILL)
-        other.wait()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
-    for overwrite in (False, True):
-        assert check_folder(tmp_path / "run", overwrite=overwrite) == []
-    train(load_short_config(), tmp_path / "run", quiet=True)
-    assert not (tmp_path / "run" / ".lock").exists()
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+def test_the_lock_ends_with_its_holder_and_leaves_no_run(tmp_path: Path) -> None:
     """A worker that loads data may outlive a killed run by seconds, and must not keep the lock."""
-    body = "child = os.fork()\nif not child:\n    import time; time.sleep(600); os._exit(0)\n"
-    body += "print('locked', child, flush=True); input()"
-    with hold_lock(tmp_path, "print('locked', flush=True)\n" + body) as other:
-        assert other.stdout is not None
-        child = int(other.stdout.readline().split()[1])
+    run = tmp_path / "run"
+    child = f"""
+child = os.fork()
+if not child:
+    time.sleep(600)
+Path({str(tmp_path / "child")!r}).write_text(str(child))
+"""
+    with hold_lock(run, child) as other:
+        held = f"^--out: .*run: process {other.pid} writes a run there"
+        with pytest.raises(BadInput, match=held):
+            train(load_short_config(), run, quiet=True)
+        other.kill()
+        other.wait()
         try:
-            os.kill(other.pid, signal.SIGKILL)
-            other.wait()
-            with lock_folder(tmp_path):
-                pass
+            assert [path.name for path in run.iterdir()] == [".lock"]
+            for overwrite in (False, True):
+                assert check_folder(run, overwrite=overwrite) == []
+            train(load_short_config(), run, quiet=True)
         finally:
-            os.kill(child, signal.SIGKILL)
+            os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert not (run / ".lock").exists()
 
 
 def test_a_lock_on_a_removed_file_is_taken_again(tmp_path: Path, monkeypatch: Any) -> None:
@@ -245,18 +212,13 @@ def test_a_refused_run_removes_the_folder_that_it_created(tmp_path: Path) -> Non
 def test_a_file_system_without_locks_is_reported_and_used(
     code: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    def raise_os_error(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(folder.fcntl, "flock", raise_os_error)
+    monkeypatch.setattr(folder.fcntl, "flock", Mock(side_effect=OSError(code, "no")))
     lines: List[str] = []
-    with reserve_folder(tmp_path / "run", say=lines.append):
-        RunFolder(tmp_path / "run").forget("trace")
-        (tmp_path / "run" / "config.yaml").write_text("")
-    assert lines == [
-        f"{tmp_path / 'run'}: no locks on this file system: nothing keeps a second run out of this folder"
-    ]
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    with reserve_folder(tmp_path, say=lines.append):
+        (tmp_path / "config.yaml").write_text("")
+    (line,) = lines
+    assert line.startswith(f"{tmp_path}: no locks on this file system: nothing keeps a second run")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 # ---- --overwrite
@@ -264,23 +226,15 @@ def test_a_file_system_without_locks_is_reported_and_used(
 
 def test_overwriting_deletes_only_files_of_the_run(tmp_path: Path) -> None:
     train(load_short_config("log.tensorboard=true"), tmp_path, quiet=True)
-    for name in (
-        "notes.txt",
-        "tensorboard/mine.txt",
-        "checkpoints/mine.pt",
-        "checkpoints/step-2/extra",
-    ):
+    left = {"notes.txt", "tensorboard/mine.txt", "checkpoints/mine.pt", "elsewhere/model.pt"}
+    (tmp_path / "elsewhere").mkdir()
+    for name in (*left, "checkpoints/step-2/extra", ".summary.json.part"):
         (tmp_path / name).write_text("mine")
     (tmp_path / "checkpoints" / ".step-9.part").mkdir()
-    (tmp_path / ".summary.json.part").write_text("")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "model.pt").write_text("mine")
     (tmp_path / "checkpoints" / "step-7").symlink_to(tmp_path / "elsewhere")
-    left = {"notes.txt", "tensorboard/mine.txt", "checkpoints/mine.pt", "elsewhere/model.pt"}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            loop, "write_json", lambda *_: 1 / 0
-        )  # the first thing that is done in the emptied folder
+        # the first thing that is done in the emptied folder
+        patched.setattr(loop, "write_json", Mock(side_effect=ZeroDivisionError))
         with pytest.raises(ZeroDivisionError):
             train(load_short_config(), tmp_path, overwrite=True, quiet=True)
     assert set(read_tree(tmp_path)) == left
@@ -330,17 +284,14 @@ def test_overwriting_a_folder_that_is_not_a_run_is_refused(what: str, tmp_path: 
 
 
 def test_an_empty_folder_name_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_train_tool: Any,  # noqa: F811
 ) -> None:
     """Story: an empty name was the current folder."""
-    for arguments in ([DIGITS, "--out", ""], [DIGITS, "--out", " ", "--overwrite"]):
-        code, _, error_line = run_train_here(*arguments, monkeypatch=monkeypatch, capsys=capsys)
-        assert (
-            code == 2
-            and "--out" in error_line
-            and "must name a folder" in error_line
-            and error_line.count("\n") == 1
-        )
+    for options in (["--out", ""], ["--out", " ", "--overwrite"]):
+        code, _, line = run_train_tool(DIGITS, *options)
+        assert code == 2 and "--out" in line and "must name a folder" in line
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match="must name a folder"):
         train(load_short_config(), "", quiet=True)

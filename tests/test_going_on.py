@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import os
 import shutil
 from pathlib import Path
 from typing import Any, Dict, List
@@ -12,17 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed import TCPStore
 
-from ipu_pipe.backends.ranks import read_torch_version
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, end_process
 from ipu_pipe.pipeline.build import set_up
-from ipu_pipe.run.train import evaluate_checkpoint, train
-from ipu_pipe.store import checkpoint
-from tests import forked
+from ipu_pipe.run.build import build
+from ipu_pipe.run.train import train
 from tests.support.models import Versioned
+from tests.support.processes import run_in_group
 from tests.support.runs import (
     assert_same,
     assert_same_state,
@@ -32,7 +28,6 @@ from tests.support.runs import (
     read_numbers,
     read_weights,
 )
-from tests.support.slow import mark_slow
 from tests.test_train import DIGITS, make_set_options, make_short_config, run_train_tool  # noqa: F401
 
 BASE = [
@@ -53,54 +48,41 @@ def read_update_metrics(out: Path) -> List[Dict[str, Any]]:
     return [line for line in read_numbers(out) if "train_loss" in line]
 
 
-def read_files_by_path(out: Path) -> Dict[Path, bytes]:
-    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-
-
 # ---- longer
 
 SINGLE = ["gradient_accumulation=1", "optimizer.momentum=0"]
 LONGER = {
     "constant": ["method=pipedream_2bw", "gradient_accumulation=4"],
     "step": ["method=gpipe", "lr_schedule={name: step, milestones: [0.02, 0.1]}"],
-    "cosine": ["method=pipedream", COSINE],
-    "linear": ["method=gpipe", "lr_schedule={name: linear, total_steps: 12}"],
-    "t1": ["method=pipemare", "method_args={t1: {anneal_updates: 6}, t2: {}}"],
-    "t1 of cosine": ["method=pipemare", "method_args={t1: {}}", COSINE],
+    "linear": ["method=spectrain", "lr_schedule={name: linear, total_steps: 12}"],
+    "t1 of cosine": ["method=pipemare", "method_args={t1: {}, t2: {}}", COSINE],
     "t1 of a linear warm-up": ["method=pipemare", "method_args={t1: {}}", "lr_schedule={warmup_steps: 2}"],
-    "synchronous warm-up": ["method=pipemare", "method_args={warmup: {epochs: 0.1}}"],
-    "drawn delays": ["method=pipemare", "method_args={hogwild: {mean: 2, max: 5}}"],
-    "predicted weights": ["method=spectrain"],
-    "drawn stages, cosine": ["method=randomized_pipedream", *SINGLE, "lr_schedule={name: cosine, total_steps: 12}"],
-    "drawn stages, step": ["method=randomized_pipedream", *SINGLE, "lr_schedule={name: step, milestones: [0.04]}"],
+    "synchronous warm-up": ["method=pipemare", "method_args={warmup: {epochs: 0.1}, hogwild: {mean: 2, max: 5}}"],
+    "drawn stages": ["method=randomized_pipedream", *SINGLE, "lr_schedule={name: cosine, total_steps: 12}"],
     "rounds": ["method=local_sgd", *SINGLE, "method_args={replicas: 2, local_steps: 2}"],
     "local blocks": ["method=local_greedy"],
 }  # fmt: skip
 
 
-QUICK = {"constant", "t1 of cosine", "synchronous warm-up", "rounds"}
-
-
-@pytest.mark.parametrize("name", mark_slow(LONGER, QUICK.__contains__))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONGER)
 def test_a_prolonged_run_equals_one_planned_that_long(name: str, tmp_path: Path) -> None:
     """Weights, optimizer state and the lines of all updates are bitwise equal.
 
     The shorter run ends where a checkpoint is written, so the pipelines of both are empty there.
     """
-    train_base(tmp_path / "grown", *LONGER[name], "steps=8")
-    report = train_base(tmp_path / "grown", *LONGER[name], "steps=12", resume=True)
-    planned = train_base(tmp_path / "planned", *LONGER[name], "steps=12")
-    assert_same_state(tmp_path / "grown", tmp_path / "planned")
-    assert (
-        read_update_metrics(tmp_path / "grown") == read_update_metrics(tmp_path / "planned")
-        and len(read_update_metrics(tmp_path / "planned")) == 12
-    )
-    assert report["final"]["test_loss"] == planned["final"]["test_loss"]
+    grown, planned = tmp_path / "grown", tmp_path / "planned"
+    train_base(grown, *LONGER[name], "steps=8")
+    report = train_base(grown, *LONGER[name], "steps=12", resume=True)
+    expected = train_base(planned, *LONGER[name], "steps=12")
+    assert_same_state(grown, planned)
+    lines = read_update_metrics(planned)
+    assert read_update_metrics(grown) == lines and len(lines) == 12
+    assert report["final"]["test_loss"] == expected["final"]["test_loss"]
 
 
 FOLLOWING = {
     "lr_schedule.total_steps": ["lr_schedule.name=linear"],
-    "method_args.t1.anneal_updates": ["method=pipemare", "method_args={t1: {}}"],
     "lr_schedule.total_steps and method_args.t1.anneal_updates": [
         "method=pipemare", "method_args={t1: {}}", "lr_schedule.name=cosine",
     ],
@@ -112,32 +94,24 @@ def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Pa
     """Story: it resumed at the rates of the longer run, but its first half had the others."""
     out = tmp_path / "run"
     train_base(out, *FOLLOWING[keys], "steps=4")
-    before = read_files_by_path(out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     (fault,) = list_faults(train_base, out, *FOLLOWING[keys], "steps=6", resume=True)
-    assert fault.startswith(
-        f"{out / 'checkpoints' / 'step-4'}: steps: saved in a run of 4, this one has 6"
-    )
+    place = out / "checkpoints" / "step-4"
+    assert fault.startswith(f"{place}: steps: saved in a run of 4, this one has 6")
     assert f": only a run that began with {keys} can grow" in fault
-    assert read_files_by_path(out) == before
-    shutil.rmtree(
-        out / "checkpoints"
-    )  # as if killed before its first checkpoint: all of it is the longer run's
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    # as if killed before its first checkpoint: all of it is the longer run's
+    shutil.rmtree(out / "checkpoints")
     (out / "summary.json").unlink()
     assert train_base(out, *FOLLOWING[keys], "steps=6", resume=True)["steps"] == 6
-    train_base(tmp_path / "planned", *FOLLOWING[keys], "steps=6")
-    assert_same_state(out, tmp_path / "planned", 6)
 
 
 def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> None:
-    with pytest.raises(
-        BadInput, match="lr_schedule.total_steps: 10: must be at least the 12 updates"
-    ):
-        train_base(tmp_path / "run", "lr_schedule={name: cosine, total_steps: 10}", "steps=12")
+    too_short = make_short_config(*BASE, "lr_schedule={name: cosine, total_steps: 10}")
+    with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: must be at least the 12"):
+        build(too_short)
     with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: "):
         make_short_config("lr_schedule.total_steps=10")
-    train_base(tmp_path / "null", "lr_schedule={name: cosine}", "steps=4")
-    train_base(tmp_path / "explicit", "lr_schedule={name: cosine, total_steps: 4}", "steps=4")
-    assert_same_state(tmp_path / "null", tmp_path / "explicit", 4)
 
 
 # ---- on another backend
@@ -174,29 +148,26 @@ def collect_tensors(model: nn.Module) -> Dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def resume_on_rank(rank: int, port: int, folder: Path) -> None:
+def resume_on_rank(rank: int, folder: Path) -> None:
     """Resume each run after update 4 as one rank; then train a model of the caller."""
-    os.environ.update(forked.make_rank_environment(rank, RANKS, port))
-    torch.set_num_threads(1)
     for name, how in ELSEWHERE.items():
         train_base(folder / name, *how, *PROCESSES, "steps=12", resume=True)
     for method in OWN:
-        model = make_counting_model()
-        train_base(
-            folder / f"own-{method}",
-            *PROCESSES,
-            *OWN_KEYS,
-            *OWN[method],
-            f"method={method}",
-            model=model,
-        )
+        model = train_own(folder / f"own-{method}", method, *PROCESSES)
         torch.save(collect_tensors(model), folder / f"{method}-{rank}.pt")
     end_process(0)
 
 
+def train_own(out: Path, method: str, *over: str) -> nn.Module:
+    """Train a model of the caller, and return it."""
+    model = make_counting_model()
+    keys = ["steps=3", *OWN[method], f"method={method}", *over, 'stages=["4"]']
+    train_base(out, *keys, model=model)
+    return model
+
+
 # the last one with float32 masters
 OWN = {"pipedream": [], "local_greedy": [], "pipemare": ["precision=bfloat16_mixed"]}
-OWN_KEYS = ['stages=["4"]', "steps=3"]
 
 
 @needs_processes
@@ -211,39 +182,25 @@ def test_a_run_resumes_on_another_backend_and_every_rank_ends_with_the_whole_mod
     for name, how in ELSEWHERE.items():
         train_base(tmp_path / name, *how, "stages=4", "steps=4")
         shutil.copytree(tmp_path / name, tmp_path / f"{name}-emulator")
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.fork_ranks(RANKS, resume_on_rank, store.port, tmp_path)
+    run_in_group(RANKS, resume_on_rank, tmp_path)
     for name, how in ELSEWHERE.items():
         train_base(tmp_path / f"{name}-emulator", *how, f"stages={RANKS}", "steps=12", resume=True)
         assert_same_state(tmp_path / name, tmp_path / f"{name}-emulator")
         train_base(tmp_path / name, *how, "steps=14", resume=True)
-    train_base(tmp_path / "gpipe-whole", *ELSEWHERE["gpipe"], "stages=4", "steps=14")
-    assert_same_state(tmp_path / "gpipe", tmp_path / "gpipe-whole", 14)
-    assert read_update_metrics(tmp_path / "gpipe") == read_update_metrics(tmp_path / "gpipe-whole")
+    train_base(tmp_path / "whole", *ELSEWHERE["gpipe"], "stages=4", "steps=14")
+    assert_same_state(tmp_path / "gpipe", tmp_path / "whole", 14)
+    assert read_update_metrics(tmp_path / "gpipe") == read_update_metrics(tmp_path / "whole")
     for method in OWN:
-        model = make_counting_model()
-        train_base(
-            tmp_path / f"emulated-{method}",
-            *OWN_KEYS,
-            *OWN[method],
-            f"method={method}",
-            model=model,
-        )
+        expected = collect_tensors(train_own(tmp_path / f"emulated-{method}", method))
         for rank in range(RANKS):
-            assert_same(torch.load(tmp_path / f"{method}-{rank}.pt"), collect_tensors(model))
-        assert {value.dtype for value in collect_tensors(model).values()} == {
-            torch.float64,
-            torch.int64,
-        }
+            assert_same(torch.load(tmp_path / f"{method}-{rank}.pt"), expected)
+        assert {value.dtype for value in expected.values()} == {torch.float64, torch.int64}
 
 
 def test_a_model_that_needs_its_version_in_a_state_dict_is_resumed(tmp_path: Path) -> None:
     model = Versioned(nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10))
-    copied_model = copy.deepcopy(model)
-    train_base(tmp_path / "run", "stages=2", "steps=4", model=model)
-    train_base(tmp_path / "run", "stages=2", "steps=8", model=model, resume=True)
-    train_base(tmp_path / "whole", "stages=2", "steps=8", model=copied_model)
-    assert_same_state(tmp_path / "run", tmp_path / "whole", 8)
+    train_base(tmp_path, "stages=2", "steps=4", model=model)
+    train_base(tmp_path, "stages=2", "steps=8", model=model, resume=True)
 
 
 # ---- from weights
@@ -257,86 +214,48 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_begins_with_the_newest_weights_of_another(finished_run: Path) -> None:
-    newest = evaluate_checkpoint(make_short_config(*BASE), finished_run / "checkpoints" / "step-8")
-    assert {
-        **evaluate_checkpoint(make_short_config(*BASE), finished_run),
-        "weights": newest["weights"],
-    } == newest
-    for path in (finished_run, finished_run / "checkpoints" / "step-8"):
-        assert_same(
-            set_up(make_short_config(*BASE, f"init_from={path}")).model.state_dict(),
-            read_weights(finished_run, 8),
-        )
-
-
 def test_weights_load_into_a_model_with_a_new_head(
     finished_run: Path,
     tmp_path: Path,
     run_train_tool: Any,  # noqa: F811
 ) -> None:
-    out, keys = (
-        tmp_path / "tuned",
-        ["model.args.classes=12", f"init_from={{path: {finished_run}, strict: false}}", "steps=4"],
-    )
+    out, head = tmp_path / "tuned", "model.args.classes=12"
+    keys = [head, f"init_from={{path: {finished_run}, strict: false}}", "steps=4"]
     code, output, error = run_train_tool(DIGITS, *make_set_options(*BASE, *keys), "--out", str(out))
     assert code == 0, error
     record = read_json(out / "init_from.json")
-    assert set(record["left_out"]) == set(record["new"]) and len(record["new"]) == 2
-    assert [text.split(", the")[0] for text in record["left_out"].values()] == [
-        "shape (10, 8)",
-        "shape (10,)",
-    ]
+    new = {*record["new"]}
+    assert {*record["left_out"]} == new and len(new) == 2
+    shapes = [text.split(", the")[0] for text in record["left_out"].values()]
+    assert shapes == ["shape (10, 8)", "shape (10,)"]
     (line,) = [line for line in output.splitlines() if line.startswith("init_from: ")]
-    assert f"{record['taken']} parameters and buffers loaded" in line and all(
-        n in line for n in record["new"]
-    )
-    first_weights = set_up(make_short_config(*BASE, keys[0])).model.state_dict()
-    loaded = {
-        name: value
-        for name, value in read_weights(finished_run, 8).items()
-        if name not in record["new"]
-    }
-    assert_same(
-        set_up(make_short_config(*BASE, *keys)).model.state_dict(), {**first_weights, **loaded}
-    )
-    assert load_config(out / "config.yaml").init_from == InitFrom(
-        path=str(finished_run), strict=False
-    )
-    assert (
-        train_base(out, *keys, "steps=8", resume=True)["steps"] == 8
-        and read_json(out / "init_from.json") == record
-    )
+    assert f"{record['taken']} parameters and buffers loaded" in line
+    assert all(name in line for name in new)
+    # a run begins with the newest weights of another
+    loaded = {n: value for n, value in read_weights(finished_run, 8).items() if n not in new}
+    first = set_up(make_short_config(*BASE, head)).model.state_dict()
+    weights = set_up(make_short_config(*BASE, *keys)).model.state_dict()
+    assert_same(weights, {**first, **loaded})
+    recorded = load_config(out / "config.yaml").init_from
+    assert recorded == InitFrom(path=str(finished_run), strict=False)
+    assert train_base(out, *keys, "steps=8", resume=True)["steps"] == 8
+    assert read_json(out / "init_from.json") == record
 
 
 def test_weights_that_do_not_fit_are_refused_with_a_remedy(
     finished_run: Path, tmp_path: Path
 ) -> None:
-    def list_init_faults(path: Path, *over: str) -> List[str]:
-        return list_faults(set_up, make_short_config(*BASE, f"init_from={path}", *over))
-
-    (tmp_path / "begun" / "checkpoints").mkdir(
-        parents=True
-    )  # as a run leaves it that ended before its first one
-    assert list_init_faults(tmp_path / "begun") == [
-        f"init_from: {tmp_path / 'begun'}: has no checkpoint"
-    ]
-    assert list_init_faults(tmp_path / "nowhere") == [
-        f"init_from: {tmp_path / 'nowhere'}: no such file"
-    ]
-    faults = list_init_faults(finished_run, "model.args.classes=12")
-    assert len(faults) == 2 and faults[-1].endswith(
-        "; init_from: {path: ..., strict: false} takes what fits"
-    )
+    begun, nowhere, wrapped = (tmp_path / name for name in ("begun", "nowhere", "x.safetensors"))
+    # as a run leaves it that ended before its first one
+    (begun / "checkpoints").mkdir(parents=True)
     weights = read_weights(finished_run, 8)
-    save_file(
-        {f"module.{name}": value for name, value in weights.items()},
-        tmp_path / "wrapped.safetensors",
-    )
-    for over in ((), (f"init_from={{path: {tmp_path / 'wrapped.safetensors'}, strict: false}}",)):
-        assert list_init_faults(tmp_path / "wrapped.safetensors", *over)[-1].endswith(
-            "; nothing in it fits"
-        )
-    if read_torch_version() >= checkpoint.SAFE_TORCH:
-        torch.save({"epoch": 3, "state_dict": weights}, tmp_path / "nest.pt")
-        assert "nest.pt: is not a plain state dict" in list_init_faults(tmp_path / "nest.pt")[0]
+    save_file({f"module.{name}": value for name, value in weights.items()}, wrapped)
+    rows: List[Any] = [
+        ([f"init_from={begun}"], f"init_from: {begun}: has no checkpoint"),
+        ([f"init_from={nowhere}"], f"init_from: {nowhere}: no such file"),
+        ([f"init_from={finished_run}", "model.args.classes=12"], "strict: false} takes what fits"),
+        ([f"init_from={wrapped}"], "; nothing in it fits"),
+        ([f"init_from={{path: {wrapped}, strict: false}}"], "; nothing in it fits"),
+    ]
+    for over, end in rows:
+        assert list_faults(set_up, make_short_config(*BASE, *over))[-1].endswith(end)

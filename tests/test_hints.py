@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, List
@@ -19,7 +20,7 @@ from ipu_pipe.report.run_text import format_closing, format_opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests.support.runs import list_faults
-from tests.test_train import DIGITS, make_set_options, make_short_config, run_train_tool  # noqa: F401
+from tests.test_train import make_short_config
 
 HINTS = {
     "learning_rate=0.1": "unknown key, nearest is optimizer.lr",
@@ -47,13 +48,12 @@ def test_words_of_other_libraries_get_hints(text: str) -> None:
 
 def test_every_alias_hints_at_an_existing_key() -> None:
     for name, here in KEYS_ALSO_CALLED.items():
-        key = here.partition(".")[2]
         assert name not in Config.model_fields
-        with pytest.raises(BadInput, match=f"nearest is {here}"):
-            make_short_config(f"{name}=1")
-        if key:  # a key of a section is known
-            with pytest.raises(BadInput, match="did you mean|must be"):
-                make_short_config(f"{here}=[]")
+        assert f"nearest is {here}" in list_faults(make_short_config, f"{name}=1")[0]
+        if "." in here:  # a key of a section is known
+            assert re.search(
+                "did you mean|must be", list_faults(make_short_config, f"{here}=[]")[0]
+            )
 
 
 # ---- wrapped models
@@ -79,13 +79,10 @@ class FSDPLinear(FSDPModule, nn.Linear):
 
 WRAPPED = {
     "model: is wrapped by torch.compile: ": lambda: torch.compile(make_flat_linear()),
-    "model: is wrapped by DataParallel: ": lambda: nn.DataParallel(make_flat_linear()),
-    "model: is wrapped by torch.jit: ": lambda: torch.jit.script(
-        make_flat_linear()
-    ),  # story: its hooks raised a RuntimeError
-    "model: 1: is wrapped by DataParallel: ": lambda: wrap_linear(
-        nn.DataParallel
-    ),  # story: these were trained inside it
+    # story: its hooks raised a RuntimeError
+    "model: is wrapped by torch.jit: ": lambda: torch.jit.script(make_flat_linear()),
+    # story: these were trained inside it
+    "model: 1: is wrapped by DataParallel: ": lambda: wrap_linear(nn.DataParallel),
     "model: 1: is wrapped by torch.compile: ": lambda: wrap_linear(torch.compile),
     "model: 1: is wrapped by fully_shard: ": lambda: wrap_linear(lambda linear: FSDPLinear(64, 10)),
 }
@@ -111,15 +108,13 @@ def test_a_model_compiled_in_place_is_refused() -> None:
 # ---- unused keys
 
 
-def test_steps_beside_epochs_report_which_is_used(run_train_tool: Any) -> None:  # noqa: F811
+def test_steps_beside_epochs_report_which_is_used() -> None:
+    both = build(make_short_config("steps=5", "epochs=3"))
     line = "steps: 5 overrides epochs: 3, which is ignored"
-    code, output, _ = run_train_tool(DIGITS, *make_set_options("steps=5", "epochs=3"), "--dry-run")
-    assert code == 0 and output.splitlines()[0] == line
+    assert format_opening(both).splitlines()[0] == line
     agreeing = build(make_short_config("steps=null", "epochs=2"))
-    assert "overrides" not in format_opening(agreeing)
-    assert "overrides" not in format_opening(
-        build(make_short_config(f"steps={agreeing.updates}", "epochs=2"))
-    )
+    same = build(make_short_config(f"steps={agreeing.updates}", "epochs=2"))
+    assert "overrides" not in format_opening(agreeing) + format_opening(same)
 
 
 ALONE = "stages: with one stage there is no pipeline: "
@@ -188,19 +183,18 @@ def test_a_diverged_run_reports_stage_rule_and_remedy(tmp_path: Path) -> None:
 
     PipeMare, Lemma 1: with D = 7 the numerator is 0.209, without delay 2.
     """
-    message = read_divergence_message(
-        tmp_path / "pipemare",
-        "method=pipemare",
-        "gradient_accumulation=1",
-        "lr_schedule={warmup_steps: 20}",
-    )
-    assert (
-        "; stage 0 tolerates the smallest learning rate (its weights are 7 updates stale): "
-        in message
-    )
-    assert "stable up to 0.209 / curvature, 0.1 times the limit without delay, and uses " in message
-    assert "; with t1 it tolerates 7 times as much" in message and message.endswith(
-        "tools/stability.py CONFIG measures the curvature"
+    keys = ["method=pipemare", "gradient_accumulation=1", "lr_schedule={warmup_steps: 20}"]
+    message = read_divergence_message(tmp_path / "a", *keys)
+    for part in (
+        "; stage 0 tolerates the smallest learning rate (its weights are 7 updates stale): ",
+        "stable up to 0.209 / curvature, 0.1 times the limit without delay, and uses ",
+        "; with t1 it tolerates 7 times as much",
+        "tools/stability.py CONFIG measures the curvature",
+    ):
+        assert part in message
+    # rules that the run already has are not recommended
+    assert "with t1 it" not in read_divergence_message(
+        tmp_path / "b", *keys, "method_args={t1: {}}"
     )
 
 
@@ -215,10 +209,3 @@ def test_the_message_of_a_diverged_run_fits_its_method(
     keys: List[str], message: str, tmp_path: Path
 ) -> None:
     assert message in read_divergence_message(tmp_path / "run", *keys)
-
-
-def test_rules_that_the_run_already_has_are_not_recommended(tmp_path: Path) -> None:
-    message = read_divergence_message(
-        tmp_path / "run", "method=pipemare", "method_args={t1: {}}", "gradient_accumulation=1"
-    )
-    assert "tolerates the smallest learning rate" in message and "with t1 it" not in message

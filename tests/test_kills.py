@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -61,34 +62,25 @@ def test_a_restart_resumes_only_its_own_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """A first start that meets the folder of another run is refused, and so is its restart."""
-    config = load_config(str(kills.DIGITS), SETTINGS)
+    config, killed = load_config(str(kills.DIGITS), SETTINGS), tmp_path / "killed"
+    run = tmp_path / "run"
     set_restart(monkeypatch, 0, "one")
-    train(config, tmp_path, quiet=True)
+    train(config, run, quiet=True)
     for attempt in (0, 1):
         set_restart(monkeypatch, attempt, "two")
         with pytest.raises(BadInput, match="contains another run"):
-            train(config, tmp_path)
+            train(config, run)
     set_restart(monkeypatch, 1, "one")
-    (tmp_path / "summary.json").unlink()  # killed before it was written
+    (run / "summary.json").unlink()  # killed before it was written
     for overwrite in (False, True):  # the first start has overwritten already, the restart must not
-        train(config, tmp_path, overwrite=overwrite)
+        train(config, run, overwrite=overwrite)
         assert "restart 1 " in capsys.readouterr().out
-    assert [start["first_update"] for start in read_starts(tmp_path)] == [0, 4]
-
-
-def test_a_run_killed_at_its_start_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = load_config(str(kills.DIGITS), SETTINGS)
-    set_restart(monkeypatch, 0, "one")
-    train(config, tmp_path / "whole", quiet=True)
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / "record.json").write_bytes(
-        (tmp_path / "whole" / "record.json").read_bytes()
-    )
-    set_restart(monkeypatch, 1, "one")
-    train(config, tmp_path / "killed", quiet=True)
-    assert read_numbers(tmp_path / "killed") == read_numbers(tmp_path / "whole")
+    assert [start["first_update"] for start in read_starts(run)] == [0, 4]
+    # killed at its start
+    killed.mkdir()
+    shutil.copy(run / "record.json", killed)
+    train(config, killed, quiet=True)
+    assert read_numbers(killed) == read_numbers(run)
 
 
 def test_a_restart_without_a_folder_finds_the_dated_one(

@@ -6,9 +6,8 @@ import json
 import math
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Dict
 
 import pytest
 import torch
@@ -21,10 +20,19 @@ from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.report import provenance
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import find_commit, name_commit
-from ipu_pipe.run.train import train
-from ipu_pipe.store.checkpoint import load_weights, read_weights
-from tests.support.runs import DIGITS, list_faults, read_json
+from ipu_pipe.store import checkpoint
+from tests.support.processes import run_in_group
+from tests.support.runs import (
+    DIGITS,
+    list_faults,
+    needs_processes,
+    read_json,
+    read_summary,
+    read_weights,
+)
 from tests.test_callbacks import SHORT, train_short_digits
+from tests.test_going_on import OWN, make_counting_model
+from tests.test_train import make_short_config
 
 OFTEN = [
     "steps=24",
@@ -53,163 +61,104 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
     assert resumed_report["steps"] == 12 and resumed_report["stopped"] == report["stopped"]
 
 
-def test_more_is_better_for_an_accuracy() -> None:
-    stopping = ipu_pipe.EarlyStopping("accuracy", patience=2)
-    stops = [
-        stopping.on_evaluation(_make_moment(step, value))
-        for step, value in enumerate((0.5, 0.6, 0.6, 0.55), 1)
-    ]
-    assert (
-        stops[:3] == [None, None, None]
-        and isinstance(stops[3], ipu_pipe.Stop)
-        and stopping.best_step == 2
-    )
-    falling = ipu_pipe.EarlyStopping("accuracy", mode="min", patience=1)
-    assert [
-        falling.on_evaluation(_make_moment(1, 0.5)),
-        falling.on_evaluation(_make_moment(2, 0.4)),
-    ] == [None, None]
+# arguments, values, then the best one, its step, the evaluations that were not better, and why it stops
+EVALUATIONS = {
+    "more is better": ({"patience": 2}, (0.5, 0.6, 0.6, 0.55), (0.6, 2, 2), "not better than"),
+    "less is better": ({"patience": 1, "mode": "min"}, (0.5, 0.4), (0.4, 2, 0), ""),
+    # story: after a NaN no evaluation was better, and the next checkpoint ended the run
+    "not a number": ({"patience": 2}, (math.nan, 0.5, math.nan), (0.5, 2, 1), ""),
+    "infinite": ({"patience": 2}, (math.inf, 0.5, -math.inf), (0.5, 2, 1), ""),
+    "never finite": ({"patience": 1}, (math.nan,), (None, None, 1), "not finite"),
+    # story: a metric that was undefined for one evaluation's samples ended the run, as unknown
+    "undefined": ({"patience": 1}, (None, 0.5, None), (0.5, 2, 0), ""),
+}  # fmt: skip
 
 
-def _make_moment(step: int, accuracy: Optional[float]) -> ipu_pipe.Moment:
-    return ipu_pipe.Moment(step, 0.0, (), 0.1, None, {"test_accuracy": accuracy}, None, None)
-
-
-def test_early_stopping_on_an_unmeasured_metric_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        BadInput, match="^early_stopping.metric: r2: "
-    ):  # before anything is trained or written
-        train_short_digits(tmp_path / "run", "steps=3", callbacks=[ipu_pipe.EarlyStopping("r2")])
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    with pytest.raises(BadInput, match="^early_stopping.metric: r2: "):
-        train_short_digits(tmp_path / "run", "steps=3", "early_stopping={metric: r2}")
-    with pytest.raises(
-        BadInput, match="early_stopping.metric: accuracy: no evaluation computes it"
-    ):
-        ipu_pipe.EarlyStopping("accuracy").on_evaluation(
-            replace(_make_moment(1, None), metrics={"test_loss": 0.5})
-        )
-
-
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_is_never_the_best(odd: float) -> None:
-    """Story: after a NaN no evaluation was better, and the next checkpoint ended the run."""
-    stopping = ipu_pipe.EarlyStopping("accuracy", patience=2)
-    position = Position()
-    for step, value in enumerate((odd, 0.5, odd), 1):
-        assert stopping.on_evaluation(_make_moment(step, value)) is None
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_evaluations_stop_a_run_by_their_values(name: str) -> None:
+    keys, values, outcome, why = EVALUATIONS[name]
+    stopping, position, stops = ipu_pipe.EarlyStopping("accuracy", **keys), Position(), []  # type: ignore[arg-type]
+    for step, value in enumerate(values, 1):
+        metrics = {"test_accuracy": value}
+        moment = ipu_pipe.Moment(step, 0.0, (), 0.1, None, metrics, None, None)
+        stops.append(stopping.on_evaluation(moment))
         position.update = step
         position.add_evaluation("test_accuracy", value)
-    assert (stopping.best, stopping.best_step, stopping.waited) == (0.5, 2, 1)
-    assert position.best == {"step": 2, "test_accuracy": 0.5}
-    never = ipu_pipe.EarlyStopping("accuracy", patience=1).on_evaluation(_make_moment(1, odd))
-    assert isinstance(never, ipu_pipe.Stop) and "not finite" in never.reason
-
-
-def test_an_evaluation_without_the_metric_neither_stops_nor_counts() -> None:
-    """Story: a metric that was undefined for one evaluation's samples ended the run, as unknown."""
-    stopping = ipu_pipe.EarlyStopping("accuracy", patience=1)
-    for step, value in enumerate((None, 0.5, None), 1):
-        assert stopping.on_evaluation(_make_moment(step, value)) is None
-    assert (stopping.best, stopping.waited) == (0.5, 0)
+    assert (stopping.best, stopping.best_step, stopping.waited) == outcome
+    assert not any(stops[:-1]) and (why in stops[-1].reason if why else stops[-1] is None)
+    if outcome[0] and "mode" not in keys:
+        assert position.best == {"step": outcome[1], "test_accuracy": outcome[0]}
 
 
 def test_predictions_are_the_models_in_evaluation_mode(tmp_path: Path) -> None:
     sets = ["steps=3", "gradient_accumulation=2"]
-    train_short_digits(tmp_path / "run", *sets)
+    run = tmp_path / "run"
+    train_short_digits(run, *sets)
     config = load_config(DIGITS, [*SHORT, *sets])
     model, data = make_model(config), make_data(config)
-    load_weights(model, read_weights(tmp_path / "run" / "checkpoints" / "step-3"), "here")
+    weights = checkpoint.read_weights(run / "checkpoints" / "step-3")
+    checkpoint.load_weights(model, weights, "here")
     batches = list(data.test_batches(10))
-    with torch.no_grad():
-        expected = torch.cat([model.eval()(x) for x, _ in batches])
-    model.train()
     inputs = torch.cat([x for x, _ in batches])
+    with torch.no_grad():
+        expected = model.eval()(inputs)
+    model.train()
     close = {"rtol": 1e-5, "atol": 1e-6}  # batches of another size may take other kernels
     for form in (data, inputs, [x for x, _ in batches], batches):
         torch.testing.assert_close(ipu_pipe.predict(model, form, batch_size=10), expected, **close)  # type: ignore[arg-type]
     assert model.training
-    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-3"):
-        assert torch.equal(
-            ipu_pipe.predict(folder, data, batch_size=10),
-            ipu_pipe.predict(model, data, batch_size=10),
-        )
-    outputs = ipu_pipe.predict(tmp_path / "run", inputs, into=make_model(config))
-    assert torch.equal(outputs, ipu_pipe.predict(model, inputs))
+    outputs = ipu_pipe.predict(model, inputs)
+    for folder in (run, run / "checkpoints" / "step-3"):
+        assert torch.equal(ipu_pipe.predict(folder, inputs), outputs)
+    assert torch.equal(ipu_pipe.predict(run, inputs, into=make_model(config)), outputs)
 
 
 class Named(nn.Module):
     """Take two inputs by name; return a mapping of outputs, one of which is not a tensor."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> Any:
-        return {"sum": self.weight * (a + b), "kept": (a.mean(dim=1), "text")}
+        return {"sum": a + b, "kept": (a.mean(dim=1), "text")}
 
 
-def test_predictions_of_nested_inputs_and_refusals(tmp_path: Path) -> None:
+def test_predictions_of_nested_inputs() -> None:
     a, b = torch.randn(7, 3), torch.randn(7, 3)
     predictions = ipu_pipe.predict(Named(), {"a": a, "b": b}, batch_size=3)
-    assert (
-        torch.equal(predictions["sum"], a + b)
-        and predictions["kept"][0].shape == (7,)
-        and predictions["kept"][1] == "text"
-    )
-    attempts = {
-        "contains no samples": lambda: ipu_pipe.predict(nn.Linear(3, 2), []),
-        "data: 3: must be a DataSource": lambda: ipu_pipe.predict(nn.Linear(3, 2), 3),
-        "predict: .*: no config there names the model": lambda: ipu_pipe.predict(tmp_path, a),
-        "into: must be None": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, into=nn.Linear(3, 2)),
-        "batch_size: 0": lambda: ipu_pipe.predict(nn.Linear(3, 2), a, batch_size=0),
-    }
-    for words, attempt in attempts.items():
-        (fault,) = list_faults(attempt)
-        assert re.search(words, fault)
+    assert torch.equal(predictions["sum"], a + b)
+    assert predictions["kept"][0].shape == (7,) and predictions["kept"][1] == "text"
+
+
+@pytest.mark.parametrize("data, keys, words", [
+    ([], {}, "contains no samples"),
+    (3, {}, "data: 3: must be a DataSource"),
+    (torch.ones(1, 3), {"model": Path(__file__).parent}, "predict: .*: no config there names the model"),
+    (torch.ones(1, 3), {"into": nn.Linear(3, 2)}, "into: must be None"),
+    (torch.ones(1, 3), {"batch_size": 0}, "batch_size: 0"),
+])  # fmt: skip
+def test_a_prediction_that_cannot_be_is_one_line(data: Any, keys: Any, words: str) -> None:
+    (fault,) = list_faults(ipu_pipe.predict, **{"model": nn.Linear(3, 2), "data": data, **keys})
+    assert re.search(words, fault)
 
 
 def test_a_run_records_versions_machine_and_data(tmp_path: Path) -> None:
     sets = ["steps=4", "checkpoint.every=2", "checkpoint.keep=9", "gradient_accumulation=1"]
-    train_short_digits(tmp_path / "run", *sets)
-    train_short_digits(tmp_path / "run", *sets, resume_from=2)
-    first, second = read_json(tmp_path / "run" / "record.json")
+    run, other = tmp_path / "run", tmp_path / "other"
+    train_short_digits(run, *sets)
+    train_short_digits(run, *sets, resume_from=2)
+    first, second = read_json(run / "record.json")
     assert [start["first_update"] for start in (first, second)] == [0, 2]
     assert first["begun"] <= first["ended"] <= second["begun"]
-    assert (
-        first["versions"]["torch"] == torch.__version__
-        and first["versions"]["ipu_pipe"] == ipu_pipe.__version__
-    )
-    assert (
-        first["machine"]["cores"] >= 1
-        and first["machine"]["memory_bytes"] > 2**20
-        and first["command"]
-    )
-    assert first["data"] == second["data"] and first["data"]["first_microbatch"][1] == "int64 [16]"
-    train_short_digits(tmp_path / "other", *sets, "data.subset=255")
-    (other,) = read_json(tmp_path / "other" / "record.json")
-    assert other["data"]["sha256"] != first["data"]["sha256"]
-
-
-def test_the_closing_lines_name_the_files_that_are_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Story: they named a trace of a run that wrote none."""
-    for trace in ("null", "{begin: 0}"):
-        out = tmp_path / trace[:1]
-        train(load_config(DIGITS, [*SHORT, "steps=2", f"log.trace={trace}"]), out)
-        closing = capsys.readouterr().out
-        assert str(out / "metrics.jsonl") in closing
-        assert (str(out / "trace.json.gz") in closing) == (out / "trace.json.gz").is_file()
-    assert (out / "trace.json.gz").is_file()
+    versions = {"torch": torch.__version__, "ipu_pipe": ipu_pipe.__version__}
+    assert versions.items() <= first["versions"].items()
+    assert first["machine"]["cores"] >= 1 and first["machine"]["memory_bytes"] > 2**20
+    assert first["command"] and first["data"] == second["data"]
+    train_short_digits(other, *sets, "data.subset=255")
+    assert read_json(other / "record.json")[0]["data"]["sha256"] != first["data"]["sha256"]
 
 
 def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_git(*args: str) -> str:
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args]
-        return subprocess.run(
-            command, cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout.strip()
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *args]
+        return subprocess.check_output(command, text=True).strip()
 
     assert find_commit(Path("/")) is None
     run_git("init", "-q", "-b", "work")
@@ -225,23 +174,108 @@ def test_the_commit_is_that_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert find_commit(tmp_path) is None
 
 
-@pytest.mark.parametrize(
-    ("dirty", "words"), [(False, ""), (True, " changed"), (None, " perhaps changed")]
-)
-def test_a_commit_whose_changes_are_unknown_is_named(
-    dirty: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_whose_changes_are_unknown_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Story: where git could not tell, a sweep ended in a TypeError before its first model."""
-    monkeypatch.setattr(
-        provenance, "find_commit", lambda folder: {"commit": "0123456789", "dirty": dirty}
-    )
-    assert name_commit(Path(), 4) == f"0123{words}"
+    for dirty, words in ((False, ""), (True, " changed"), (None, " perhaps changed")):
+        commit = {"commit": "0123456789", "dirty": dirty}
+        monkeypatch.setattr(provenance, "find_commit", lambda folder, commit=commit: commit)
+        assert name_commit(Path(), 4) == f"0123{words}"
 
 
-@pytest.mark.parametrize("schema", [1, 3, "x"])
-def test_a_summary_of_another_version_is_refused(schema: Any, tmp_path: Path) -> None:
+def test_a_summary_of_another_version_is_refused(tmp_path: Path) -> None:
     train_short_digits(tmp_path / "run", "steps=2")
     summary = tmp_path / "run" / "summary.json"
-    summary.write_text(json.dumps({**read_json(summary), "schema": schema}))
-    with pytest.raises(BadInput, match=f"summary.json: schema: {schema}"):
-        train_short_digits(tmp_path / "run", "steps=2", resume=True)
+    for schema in (1, 3, "x"):
+        summary.write_text(json.dumps({**read_json(summary), "schema": schema}))
+        with pytest.raises(BadInput, match=f"summary.json: schema: {schema}"):
+            train_short_digits(tmp_path / "run", "steps=2", resume=True)
+
+
+# ---- the weights of the best evaluation
+
+# the greatest value of a falling loss is the best: that of the first evaluation, after 4 updates; the third ends the run
+STOPS = "early_stopping={mode: max, patience: 2, restore_best: true}"
+STOPPED = [
+    *OFTEN,
+    'stages=["4"]',
+    "log.tensorboard=false",
+    "evaluate.subset=32",
+    "data.subset=256",
+    "backend.threads=1",
+]
+
+
+def train_own_model(out: Path, method: str, *overrides: str, **keys: Any) -> Any:
+    """Train a model of the caller; return the report and the model."""
+    settings = [*STOPPED, "optimizer.lr=0.01", f"method={method}", *OWN[method], *overrides]
+    model = make_counting_model()
+    return ipu_pipe.train(make_short_config(*settings), out, model=model, **keys), model
+
+
+def has_weights(model_state: Dict[str, Any], weights: Dict[str, torch.Tensor]) -> bool:
+    return all(
+        torch.equal(value, weights[name].to(value.dtype)) for name, value in model_state.items()
+    )
+
+
+class FinalWeights(ipu_pipe.Callback):
+    def on_end(self, now: ipu_pipe.Moment) -> None:
+        self.model = {name: value.clone() for name, value in now.model.state_dict().items()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_the_model_has_the_best_weights_when_the_run_ends(
+    method: str, tmp_path: Path, capsys: Any
+) -> None:
+    run, other, final_weights = tmp_path / "run", tmp_path / "other", FinalWeights()
+    report, model = train_own_model(run, method, STOPS, callbacks=[final_weights])
+    best_step, last_step = report["restored_step"], report["steps"]
+    assert (best_step, last_step) == ((16, 24) if method == "local_greedy" else (4, 12))
+    line = f"restored the best weights, of step {best_step}: {run}/checkpoints/step-{best_step}"
+    assert capsys.readouterr().out.rstrip().endswith(f"\n{line}")
+    best, last = read_weights(run, best_step), read_weights(run, last_step)
+    assert has_weights(model.state_dict(), best) and not has_weights(model.state_dict(), last)
+    assert has_weights({"1.weight": final_weights.model["1.weight"]}, best)
+    assert read_summary(run)["restored_step"] == best_step
+    # everything except the model equals a run without it
+    plain_report, plain_model = train_own_model(other, method, STOPS.replace("true", "false"))
+    assert plain_report["final"] == report["final"] and "restored_step" not in plain_report
+    assert has_weights(plain_model.state_dict(), last)
+
+
+def test_the_newest_may_be_the_best_and_a_run_need_not_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    report, model = train_own_model(run, "pipedream", STOPS.replace("max", "min"), "steps=8")
+    assert report["restored_step"] == 8 and report["stopped"] is None
+    assert capsys.readouterr().out.rstrip().endswith("the newest weights are the best: step 8")
+    assert has_weights(model.state_dict(), read_weights(run, 8))
+    # a resumed run remembers the best evaluation
+    for steps in (8, 12):
+        stopping = ipu_pipe.EarlyStopping(mode="max", patience=9, restore_best=True)
+        keys = {"callbacks": [stopping], "resume": steps == 12}
+        report, model = train_own_model(whole, "pipedream", f"steps={steps}", **keys)
+        assert report["restored_step"] == 4
+        assert has_weights(model.state_dict(), read_weights(whole, 4))
+
+
+def train_each_method(rank: int, folder: Path) -> None:
+    """Train each method as a rank of a group of two, and save the weights of the caller's model."""
+    for method in OWN:
+        backend = ["backend.name=distributed", "backend.deadline=60"]
+        report, model = train_own_model(folder / method, method, STOPS, *backend, quiet=True)
+        assert report["restored_step"] < report["steps"]
+        torch.save(model.state_dict(), folder / f"{method}-{rank}.pt")
+
+
+@pytest.mark.slow
+@needs_processes
+def test_every_process_has_the_best_weights(tmp_path: Path) -> None:
+    run_in_group(2, train_each_method, tmp_path)
+    for method in OWN:
+        report, emulated = train_own_model(tmp_path / f"one-{method}", method, STOPS, quiet=True)
+        best = read_weights(tmp_path / method, report["restored_step"])
+        for rank in range(2):
+            saved = torch.load(tmp_path / f"{method}-{rank}.pt")
+            assert has_weights(saved, best) and has_weights(saved, emulated.state_dict())

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault, end_process
 from tests.support.loops import Case, Loop, make_loop_batch, make_perceptron, make_sgd
 from tests.support.processes import run_in_group
 from tests.support.runs import assert_same, needs_processes
-from tests.support.slow import mark_slow
 
 SHARED = "do not shard the loader by rank"
 BATCH = 4
@@ -63,56 +62,21 @@ def prepare_by_accelerate(rank: int) -> Any:
     return accelerator.prepare(DataLoader(make_loader_samples(), BATCH, shuffle=True))
 
 
-class Pairs(Dataset):  # type: ignore[type-arg]
-    """A dataset of samples for a model that computes its own loss."""
-
-    def __len__(self) -> int:
-        return len(make_loader_samples())
-
-    def __getitem__(self, i: int) -> Dict[str, torch.Tensor]:
-        x, y = make_loader_samples()[i]
-        return {"x": x, "y": y}
-
-
-class OwnLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = make_perceptron()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Dict[str, torch.Tensor]:
-        return {"loss": cross_entropy(self.layers(x), y)}
-
-
-def shard_mappings(rank: int) -> Any:
-    return DataLoader(Pairs(), BATCH, sampler=DistributedSampler(Pairs()))  # type: ignore[arg-type]
-
-
 def read_other_batches(rank: int, folder: Path, make_loader: Callable[[int], Any]) -> None:
-    loader = make_loader(rank)
-    if make_loader is shard_mappings:
-        model: nn.Module = OwnLoss()
-        where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
-        pipe = ipu_pipe.Pipeline(
-            model, None, make_sgd(model.parameters()), "pipedream", stages=["layers.5"], **where
-        )
-    else:
-        model = make_perceptron()
-        pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()))
+    loader, model = make_loader(rank), make_perceptron()
+    pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()))
     with pytest.raises(RunFault) as fault:
         for batch in loader:
-            pipe.step(*([batch] if isinstance(batch, dict) else batch))
+            pipe.step(*batch)
     assert rank == 1 or SHARED in str(fault.value)
     (folder / f"{rank}.ended").touch()
     end_process(0)
 
 
-WRONG_LOADERS = [shuffle_by_rank, shard_by_default, prepare_by_accelerate, shard_mappings]
-# which `make test` runs
-QUICK = [shuffle_by_rank, shard_by_default]
-
-
 @needs_processes
-@pytest.mark.parametrize("make_loader", mark_slow(WRONG_LOADERS, QUICK.__contains__))
+@pytest.mark.parametrize("make_loader", [
+    shuffle_by_rank, shard_by_default, pytest.param(prepare_by_accelerate, marks=pytest.mark.slow)
+])  # fmt: skip
 def test_ranks_that_read_other_batches_are_refused(make_loader: Any, tmp_path: Path) -> None:
     if make_loader is prepare_by_accelerate:
         pytest.importorskip("accelerate")
@@ -134,21 +98,15 @@ def begin_with_other_sizes(rank: int, folder: Path) -> None:
 def give_a_short_batch(rank: int, folder: Path) -> None:
     """Assert that all ranks refuse a short batch, and can continue."""
     models = []
-    for sizes in ([8, 8, 8, 8], [8, 8, 4, 8, 8]):
-        loop = Loop(
-            Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 60}
-        )
-        k = 0
-        for size in sizes:
+    where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
+    for refused_at in (None, 2):
+        loop = Loop(Case("pipedream", 2, stages=["5"]), **where)
+        for k in range(4):
             x, y = make_loop_batch(loop.case, k)
-            if size == 8:
-                loop.pipe.step(x, y)
-                k += 1
-                continue
-            with pytest.raises(
-                ValueError, match="^step: microbatch 0 has 2 samples, those of the first step 4"
-            ):
-                loop.pipe.step(x[:4], y[:4])
+            if k == refused_at:
+                with pytest.raises(ValueError, match="^step: microbatch 0 has 2 samples, those of"):
+                    loop.pipe.step(x[:4], y[:4])
+            loop.pipe.step(x, y)
         models.append(loop.close().state_dict())
     assert_same(*models)
 
@@ -159,47 +117,22 @@ def test_microbatches_of_other_sizes_are_refused(work: Any, tmp_path: Path) -> N
     run_in_group(2, work, tmp_path)
 
 
-def leave_out_labels(rank: int, folder: Path) -> None:
-    """Pass no labels on the rank of the loss; the example must not replace them."""
-    x, y = make_loop_batch(Case("pipedream"), 0)
-    model = make_perceptron()
-    pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), example=(x, y))
-    with pytest.raises(ValueError if rank else RunFault) as fault:
-        for _ in range(5):
-            pipe.step(microbatches=[(x, None)])
-    assert rank == 0 or str(fault.value).startswith("step: y is None")
-    (folder / f"{rank}.ended").touch()
-    end_process(0)
+def sample_by_replica(pipe: ipu_pipe.Pipeline, replicas: Any) -> None:
+    """Train on the samples of these replicas."""
+    data = make_loader_samples()
+    loaders = [
+        DataLoader(data, BATCH, sampler=DistributedSampler(data, num_replicas=2, rank=replica))
+        for replica in replicas
+    ]
+    with pipe:
+        for batches in zip(*loaders):
+            pipe.step(*map(torch.cat, zip(*batches)))
 
 
-@needs_processes
-def test_no_example_replaces_missing_labels(tmp_path: Path) -> None:
-    run_in_group(2, leave_out_labels, tmp_path)
-    assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))
-
-
-def test_a_step_without_a_batch_changes_nothing() -> None:
-    loop = Loop(Case("pipedream"))
-    x, y = make_loop_batch(loop.case, 0)
-    for arguments, name in (((), "x"), ((x,), "y"), ((None, y), "x")):
-        with pytest.raises(ValueError, match=f"^step: {name} is None"):
-            loop.pipe.step(*arguments)
-    loop.run(0, 3)
-    with pytest.raises(ValueError, match="^step: y is None"):
-        loop.pipe.step(microbatches=[(x, None)])
-    loop.run(3, 5)
-    loop.close()
-
-
-def sample_by_replica(rank: int, folder: Path) -> None:
+def sample_on_rank(rank: int, folder: Path) -> None:
     model = make_perceptron()
     pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), replicas=2)
-    sampler = DistributedSampler(
-        make_loader_samples(), num_replicas=pipe.replicas, rank=pipe.replica
-    )
-    with pipe:
-        for x, y in DataLoader(make_loader_samples(), BATCH, sampler=sampler):
-            pipe.step(x, y)
+    sample_by_replica(pipe, [pipe.replica])
     expected = torch.load(folder / "expected.pt")
     # running statistics are each replica's own
     trained = dict(model.named_parameters())
@@ -210,46 +143,10 @@ def sample_by_replica(rank: int, folder: Path) -> None:
 def test_a_sampler_by_replica_gives_the_emulators_weights(tmp_path: Path) -> None:
     """Four ranks train two replicas of two stages."""
     model = make_perceptron()
-    pipe = make_two_rank_pipeline(
-        model, make_sgd(model.parameters()), replicas=2, backend="emulator", backend_args={}
-    )
-    samplers = [
-        DistributedSampler(make_loader_samples(), num_replicas=2, rank=replica)
-        for replica in range(2)
-    ]
-    loaders = [DataLoader(make_loader_samples(), BATCH, sampler=sampler) for sampler in samplers]
-    with pipe:
-        for batches in zip(*loaders):
-            pipe.step(*map(torch.cat, zip(*batches)))
+    here: Dict[str, Any] = {"replicas": 2, "backend": "emulator", "backend_args": {}}
+    sample_by_replica(make_two_rank_pipeline(model, make_sgd(model.parameters()), **here), range(2))
     torch.save(model.state_dict(), tmp_path / "expected.pt")
-    run_in_group(4, sample_by_replica, tmp_path)
-
-
-# ---- wrapped models and optimizers
-
-
-def test_a_prepared_optimizer_is_refused_by_name() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model = make_perceptron()
-    prepared = accelerate.Accelerator(cpu=True).prepare(make_sgd(model.parameters()))
-    with pytest.raises(
-        BadInput, match="^optimizer: an AcceleratedOptimizer: wraps a SGD: give that one"
-    ):
-        ipu_pipe.Pipeline(model, cross_entropy, prepared)
-
-
-def wrap_in_ddp(rank: int, folder: Path) -> None:
-    model = nn.parallel.DistributedDataParallel(make_perceptron())
-    pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), stages=["module.5"])
-    with pytest.raises(
-        BadInput, match="^model: is wrapped by DistributedDataParallel: give the model itself"
-    ):
-        pipe.step(*make_loop_batch(Case("pipedream"), 0))
-
-
-@needs_processes
-def test_a_model_that_others_divide_is_refused_by_name(tmp_path: Path) -> None:
-    run_in_group(2, wrap_in_ddp, tmp_path)
+    run_in_group(4, sample_on_rank, tmp_path)
 
 
 # ---- the contexts in which loops evaluate and save
@@ -301,25 +198,14 @@ def test_a_drain_under_autocast_is_refused() -> None:
 def test_a_loop_may_evaluate_before_its_first_step() -> None:
     case = Case("pipedream", 2)
     x, y = make_loop_batch(case, 0)
-    model = make_perceptron()
     with pytest.raises(RunFault, match="example"):
-        make_two_rank_pipeline(
-            model, make_sgd(model.parameters()), backend="emulator", backend_args={}
-        ).evaluate([(x, y)])
-    model = make_perceptron()
-    keys: Dict[str, Any] = {"backend": "emulator", "backend_args": {}, "example": (x[:4], y[:4])}
-    pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), **keys)
-    before = pipe.evaluate([(x, y)], ["accuracy"])
-    assert torch.equal(pipe.predict(x), make_perceptron().eval()(x))
-    expected = cross_entropy(make_perceptron().eval()(x), y)
-    assert before["loss"] == pytest.approx(expected.item())
-    # and its steps are those of a loop that did not
-    losses = []
-    for evaluates in (False, True):
-        loop = Loop(case, example=(x[:4], y[:4]))
-        if evaluates:
-            loop.pipe.evaluate([(x, y)])
+        Loop(case).pipe.evaluate([(x, y)])
+    plain, early = (Loop(case, example=(x[:4], y[:4])) for _ in range(2))
+    output = make_perceptron().eval()(x)
+    loss = early.pipe.evaluate([(x, y)], ["accuracy"])["loss"]
+    assert loss == pytest.approx(cross_entropy(output, y).item())
+    assert torch.equal(early.pipe.predict(x), output)
+    for loop in (plain, early):
         loop.run(0, 5)
         loop.close()
-        losses.append(loop.losses)
-    assert losses[0] == losses[1]
+    assert plain.losses == early.losses

@@ -3,6 +3,7 @@ in an environment of their own."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import runpy
@@ -26,15 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_the_wheel_has_all_folders() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    listed = text[text.index("packages = [") : text.index("]", text.index("packages = ["))]
-    folders = {path.parent for path in (ROOT / "ipu_pipe").rglob("*.py")}
-    folders |= {path.parent for path in (ROOT / "configs").rglob("*.yaml")} | {
-        ROOT / "models",
-        ROOT / "examples",
-    }
+    (listed,) = re.findall(r"^packages = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+    files = [*(ROOT / "ipu_pipe").rglob("*.py"), *(ROOT / "configs").rglob("*.yaml")]
+    folders = {file.parent for file in files} | {ROOT / "models", ROOT / "examples"}
     names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     names = {name if name.startswith("ipu_pipe") else f"ipu_pipe.{name}" for name in names}
-    assert {line.strip().strip('",') for line in listed.splitlines()[1:]} - {""} == names
+    assert set(re.findall(r'"([^"]+)"', listed)) == names
 
 
 def test_the_description_on_an_index_leads_nowhere_into_the_clone() -> None:
@@ -54,18 +52,19 @@ def test_the_description_on_an_index_leads_nowhere_into_the_clone() -> None:
 def test_the_examples_are_listed_and_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def call(*words: Any) -> Any:
+        return run_here(examples_command, *words, monkeypatch=monkeypatch, capsys=capsys)
+
     names = {file.name for file in (ROOT / "examples").iterdir() if file.is_file()}
-    listed = run_here(examples_command, monkeypatch=monkeypatch, capsys=capsys).stdout
     # each with a sentence
-    rows = [line.split(None, 1) for line in listed.splitlines()]
-    assert {name for name, _ in rows} == names
+    assert {line.split(None, 1)[0] for line in call().stdout.splitlines()} == names
     copy = ["--copy", tmp_path / "mine"]
-    result = run_here(examples_command, *copy, monkeypatch=monkeypatch, capsys=capsys)
-    assert result.returncode == 0 and {file.name for file in (tmp_path / "mine").iterdir()} == names
-    again = run_here(examples_command, *copy, monkeypatch=monkeypatch, capsys=capsys)
+    assert call(*copy).returncode == 0
+    assert {file.name for file in (tmp_path / "mine").iterdir()} == names
+    again = call(*copy)
     assert again.returncode == 2 and again.stderr.startswith("error: --copy: ")
     monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "nowhere" / "ipu_pipe")
-    without = run_here(examples_command, monkeypatch=monkeypatch, capsys=capsys)
+    without = call()
     assert without.returncode == 2 and "this installation lacks them" in without.stderr
     # every kind of file is in the wheel
     data = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -89,33 +88,30 @@ def test_examples_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert shipped.find_config("configs/mlp_digits.yaml") == Path("configs/mlp_digits.yaml")
 
 
+TRAIN = "run: python tools/fetch_data.py x; tools/train.py"
+
+
 @pytest.mark.parametrize("command, expected", [
-    ("tools/train.py", "run: python tools/fetch_data.py x; tools/train.py"),
+    ("tools/train.py", TRAIN), ("/a/pytest/__main__.py", TRAIN),
     ("/usr/bin/ipu-pipe", "run: ipu-pipe fetch-data x; ipu-pipe train"),
     ("C:/bin/ipu-pipe.exe", "run: ipu-pipe fetch-data x; ipu-pipe train"),
     ("/a/ipu_pipe/__main__.py", "run: python -m ipu_pipe fetch-data x; python -m ipu_pipe train"),
-    ("/a/pytest/__main__.py", "run: python tools/fetch_data.py x; tools/train.py"),
 ])  # fmt: skip
 def test_commands_are_named_as_they_are_called(
     command: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [command])
-    assert shipped.name_commands("run: python tools/fetch_data.py x; tools/train.py") == expected
+    assert shipped.name_commands(TRAIN) == expected
 
 
 @pytest.mark.parametrize("program", ["ipu-pipe", "python -m ipu_pipe"])
-def test_torchrun_starts_the_module(program: str) -> None:
-    """Story: `torchrun --nproc_per_node 2 ipu-pipe train`, which finds no file ipu-pipe."""
+def test_torchrun_starts_the_module_and_tools_of_the_clone_keep_their_names(program: str) -> None:
+    """Stories: `torchrun --nproc_per_node 2 ipu-pipe train`, which finds no file ipu-pipe, and
+    `ipu-pipe bench`, a command that does not exist."""
     text = "torchrun --nproc_per_node 2 tools/train.py a.yaml, or python tools/train.py a.yaml"
     expected = f"torchrun --nproc_per_node 2 -m ipu_pipe train a.yaml, or {program} train a.yaml"
-    assert shipped.name_commands(text, program) == expected
-
-
-def test_tools_of_the_clone_keep_their_names() -> None:
-    """A tool that exists in a clone alone keeps its path. Story: the wheel's help named
-    `ipu-pipe bench`, a command that does not exist."""
-    line = "python tools/bench.py, tools/reproduce.py NAME"
-    assert shipped.name_commands(line, "ipu-pipe") == line
+    of_clone = ", python tools/bench.py, tools/reproduce.py NAME"
+    assert shipped.name_commands(text + of_clone, program) == expected + of_clone
 
 
 def hide_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -154,45 +150,30 @@ def test_the_users_own_models_come_first(monkeypatch: pytest.MonkeyPatch, tmp_pa
         del sys.modules[name]
 
 
-CHECK = (
-    "import runpy, sys; sys.prefix = sys.argv[1]; runpy.run_path(sys.argv[2], run_name='__main__')"
-)
-
-
 def run_torchvision_check(environment: Path, packages: Path) -> str:
     """Run tools/check_torchvision.py with `packages` before the installed ones, and return its
     output."""
-    words = [
-        sys.executable,
-        "-c",
-        CHECK,
-        str(environment),
-        str(ROOT / "tools" / "check_torchvision.py"),
-    ]
+    script = str(ROOT / "tools" / "check_torchvision.py")
+    code = f"import runpy, sys; sys.prefix = {str(environment)!r}; runpy.run_path({script!r}, run_name='__main__')"
     variables = {**os.environ, "PYTHONPATH": str(packages)}
-    return subprocess.run(
-        words, env=variables, stdout=subprocess.PIPE, text=True, timeout=120, check=True
-    ).stdout
+    return subprocess.check_output([sys.executable, "-c", code], env=variables, text=True)
 
 
 def test_an_environment_has_no_torchvision_that_cannot_be_imported(tmp_path: Path) -> None:
     packages = tmp_path / "packages"
     packages.mkdir()
-    write_broken_torchvision(packages)
     for _ in range(2):  # an environment is installed again
+        write_broken_torchvision(packages)
         (line,) = run_torchvision_check(tmp_path, packages).splitlines()
         assert "torchvision 0.1.2" in line and "operator torchvision::nms does not exist" in line
         assert list(packages.iterdir()) == []
         moved = {path.name for path in (tmp_path / "torchvision_aside").iterdir()}
         assert moved == {"torchvision", "torchvision-0.1.2.dist-info"}
-        write_broken_torchvision(packages)
-
-
-def test_a_torchvision_that_can_be_imported_stays(tmp_path: Path) -> None:
-    write_broken_torchvision(tmp_path)
-    (tmp_path / "torchvision" / "__init__.py").write_text("")
-    assert run_torchvision_check(tmp_path, tmp_path) == ""
-    assert (tmp_path / "torchvision").is_dir()
+    # one that can be imported stays
+    write_broken_torchvision(packages)
+    (packages / "torchvision" / "__init__.py").write_text("")
+    assert run_torchvision_check(tmp_path, packages) == ""
+    assert (packages / "torchvision").is_dir()
 
 
 @pytest.mark.parametrize("name", ["py310-torch2.13", "py311-torch2.13"])
@@ -206,56 +187,36 @@ def test_readme_names_the_pair_that_is_tested(name: str) -> None:
 def test_ci_runs_as_on_a_machine_that_was_never_used(tmp_path: Path) -> None:
     """CI runs with an empty home, cache and temporary folder. Story: tests read a text in the
     cache of the machine that CI ran on, and failed on every other one."""
-    home = tmp_path / "home"
-    (home / ".config" / "pip").mkdir(parents=True)
-    for name in (".config/pip/pip.conf", ".npmrc"):
-        (home / name).write_text("")
-    stand_in = tmp_path / "make"
+    pip, npm, stand_in = (tmp_path / x for x in (".config/pip/pip.conf", ".npmrc", "make"))
+    pip.parent.mkdir(parents=True)
+    for file in (pip, npm):
+        file.write_text("")
     stand_in.write_text('#!/bin/sh\nenv\nls -A "$HOME" "$XDG_CACHE_HOME" "$TMPDIR"\n')
     stand_in.chmod(0o755)
-    variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(home), "TMPDIR": str(tmp_path), "PYENV_ROOT": "set",
-        "IPU_PIPE_DATA": str(home), "IPU_PIPE_INTERRUPTS": "1",
-    }  # fmt: skip
+    home = dict.fromkeys(("HOME", "TMPDIR", "IPU_PIPE_DATA", "IPU_PIPE_INTERRUPTS"), str(tmp_path))
+    variables = {**home, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYENV_ROOT": "set"}
     words = ["bash", str(ROOT / ".ci" / "run")]
-    done = subprocess.run(
-        words, env=variables, stdout=subprocess.PIPE, text=True, timeout=60, check=True
-    )
-    lines = done.stdout.splitlines()
+    lines = subprocess.check_output(words, env=variables, text=True).splitlines()
     environment = dict(line.split("=", 1) for line in lines if "=" in line)
     assert not [name for name in environment if name.startswith("IPU_PIPE_")]
-    assert environment["PIP_CONFIG_FILE"] == str(home / ".config" / "pip" / "pip.conf")
-    assert (
-        environment["NPM_CONFIG_USERCONFIG"] == str(home / ".npmrc")
-        and environment["PYENV_ROOT"] == "set"
-    )
-    folders = [environment[name] for name in ("HOME", "XDG_CACHE_HOME", "TMPDIR")]
-    printed = [line for line in lines if line and "=" not in line]
-    assert set(printed) == {f"{folder}:" for folder in folders} and str(home) not in folders
-    assert not [folder for folder in folders if Path(folder).exists()]
+    kept = {"PIP_CONFIG_FILE": str(pip), "NPM_CONFIG_USERCONFIG": str(npm), "PYENV_ROOT": "set"}
+    assert kept.items() <= environment.items()
+    folders = {environment[name] for name in ("HOME", "XDG_CACHE_HOME", "TMPDIR")}
+    # each is empty, another one, and gone afterwards
+    assert {line for line in lines if line and "=" not in line} == {f"{x}:" for x in folders}
+    assert str(tmp_path) not in folders and not any(Path(folder).exists() for folder in folders)
 
 
 def test_every_test_is_run_by_make_test_or_by_make_test_slow() -> None:
     """Each test runs in exactly one of `make test` and `make test-slow`, and CI runs both."""
-    makefile = (ROOT / "Makefile").read_text()
-    (default,) = re.findall(
-        r"^addopts = .* -m '([^']*)'", (ROOT / "pyproject.toml").read_text(), re.MULTILINE
-    )
-    chosen = dict(
-        re.findall(
-            r"^(test[-a-z]*): install\n\t\$\(PYTEST\)(?: -m '([^']*)')?(?: --durations \d+)?$",
-            makefile,
-            re.MULTILINE,
-        )
-    )
+    texts = {name: (ROOT / name).read_text() for name in ("Makefile", "pyproject.toml", ".ci/run")}
+    (default,) = re.findall(r"^addopts = .* -m '([^']*)'", texts["pyproject.toml"], re.MULTILINE)
+    pattern = r"^(test[-a-z]*): install\n\t\$\(PYTEST\)(?: -m '([^']*)')?(?: --durations \d+)?$"
+    chosen = dict(re.findall(pattern, texts["Makefile"], re.MULTILINE))
     assert chosen.keys() == {"test", "test-slow", "test-all"}
-    for slow in (False, True):
-        for browser in (False, True):
-            marks = {"slow": slow, "browser": browser}
-            runs = {
-                target: eval(expression or default, {}, marks)
-                for target, expression in chosen.items()
-            }
-            assert runs["test"] + runs["test-slow"] == runs["test-all"] == (not browser)
-    in_ci = re.findall(r"^make (test[-a-z]*)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    for slow, browser in itertools.product((False, True), repeat=2):
+        marks = {"slow": slow, "browser": browser}
+        runs = {target: eval(marked or default, {}, marks) for target, marked in chosen.items()}
+        assert runs["test"] + runs["test-slow"] == runs["test-all"] == (not browser)
+    in_ci = re.findall(r"^make (test[-a-z]*)", texts[".ci/run"], re.MULTILINE)
     assert in_ci == ["test", "test-slow"]

@@ -12,8 +12,6 @@ from typing import Any, List, Optional
 import pytest
 from command_line import run_here
 
-from ipu_pipe import load_config, train
-from ipu_pipe.cli import collect
 from ipu_pipe.cli import train as train_command
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.run.progress import Bar, Lines, Progress
@@ -46,37 +44,23 @@ def collect_lines(
     return lines
 
 
-def test_a_line_every_half_minute() -> None:
-    lines = collect_lines(updates=100, seconds=1.0, per_epoch=1000)
-    assert [line.partition(",")[0] for line in lines] == [
-        "update 30/100",
-        "update 60/100",
-        "update 90/100",
-    ]
-    assert lines[0] == "update 30/100, epoch 0.03: loss 1.000 accuracy 0.500, 64 samples/s"
+# updates, seconds of each, updates of an epoch, whether it evaluates, then the begins of lines
+LINES: List[Any] = [
+    (100, 1.0, 1000, False, [f"update {n}/100, epoch 0.0{n // 10}: loss 1.000 accuracy 0.500, 64 " for n in (30, 60, 90)]),
+    # at the ends of epochs, though not more than one a second
+    (30, 1.0, 10, False, [f"update {n}0/30, epoch {n}:" for n in (1, 2, 3)]),
+    (125, 0.03, 10, False, [f"update {n}0/125, epoch {n}:" for n in (4, 8, 12)]),
+    (40, 1.0, None, False, ["update 30/40: loss 1.000 accuracy 0.500, 64 samples/s"]),
+    (35, 1.0, 20, True, ["update 20/35, epoch 1: loss 1.000 accuracy 0.500, 64 samples/s, test loss 0.500 accuracy 0.750"]),
+]  # fmt: skip
 
 
-def test_a_line_at_an_epochs_end_though_not_more_than_one_a_second() -> None:
-    slow = collect_lines(updates=30, seconds=1.0, per_epoch=10)
-    assert [line.partition(":")[0] for line in slow] == [
-        f"update {n}0/30, epoch {n}" for n in (1, 2, 3)
-    ]
-    quick = collect_lines(updates=125, seconds=0.03, per_epoch=10)
-    assert [line.partition(":")[0] for line in quick] == [
-        f"update {n}0/125, epoch {n}" for n in (4, 8, 12)
-    ]
-
-
-def test_lines_without_epochs_name_no_epoch() -> None:
-    lines = collect_lines(updates=40, seconds=1.0, per_epoch=None)
-    assert lines == ["update 30/40: loss 1.000 accuracy 0.500, 64 samples/s"]
-
-
-def test_an_epochs_end_and_its_evaluation_are_one_line() -> None:
-    lines = collect_lines(updates=35, seconds=1.0, per_epoch=20, evaluates=True)
-    assert lines == [
-        "update 20/35, epoch 1: loss 1.000 accuracy 0.500, 64 samples/s, test loss 0.500 accuracy 0.750"
-    ]
+@pytest.mark.parametrize("updates, seconds, per_epoch, evaluates, expected", LINES)
+def test_a_line_comes_every_half_minute_and_at_the_ends_of_epochs(
+    updates: int, seconds: float, per_epoch: Any, evaluates: bool, expected: List[str]
+) -> None:
+    lines = collect_lines(updates, seconds, per_epoch, evaluates)
+    assert len(lines) == len(expected) and all(map(str.startswith, lines, expected))
 
 
 @pytest.mark.parametrize("colours", ["", "1"])
@@ -101,22 +85,13 @@ def test_output_to_a_file_has_no_carriage_returns(
 # ---- --quiet
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["--against", "gpipe", "--set", "method=pipedream"], ["--dry-run"]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["--against", "gpipe"], ["--dry-run"]])
 def test_quiet_training_prints_nothing(
     tmp_path: Path, more: List[str], monkeypatch: Any, capsys: Any
 ) -> None:
-    arguments = [
-        DIGITS,
-        "--set",
-        "steps=2",
-        "evaluate.every=0",
-        *more,
-        "--out",
-        tmp_path / "run",
-        "--quiet",
-    ]
+    sets = ["--set", "steps=2", "evaluate.every=0", "method=pipedream"]
+    arguments = [DIGITS, *sets, *more, "--out", tmp_path / "run", "--quiet"]
     done = run_here(train_command, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert done == (0, "", "")
     assert (tmp_path / "run" / "summary.json").exists() == ("--dry-run" not in more)
@@ -125,25 +100,12 @@ def test_quiet_training_prints_nothing(
 def test_quiet_runs_print_faults_and_json_alone(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    done = run_here(
-        train_command, DIGITS, "--quiet", "--set", "seed=-1", monkeypatch=monkeypatch, capsys=capsys
-    )
-    assert (
-        done.returncode == 2
-        and done.stdout == ""
-        and done.stderr.startswith("error: --set seed=-1: seed: -1: ")
-    )
-    train(load_config(DIGITS, ["steps=1"]), tmp_path, quiet=True)
-    assert capsys.readouterr() == ("", "")
-    weights = tmp_path / "checkpoints" / "step-1"
-    arguments = [DIGITS, "--quiet", "--evaluate", weights]
-    done = run_here(train_command, *arguments, monkeypatch=monkeypatch, capsys=capsys)
-    assert done.returncode == 0 and "test_loss" in json.loads(done.stdout)
+    def run_quietly(*arguments: Any) -> Any:
+        words = [DIGITS, "--quiet", *arguments]
+        return run_here(train_command, *words, monkeypatch=monkeypatch, capsys=capsys)
 
-
-def test_quiet_collect_writes_and_prints_nothing(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    arguments = [DIGITS, "--methods", "gpipe", "--steps", "0", "--out", tmp_path, "--quiet"]
-    assert run_here(collect, *arguments, monkeypatch=monkeypatch, capsys=capsys) == (0, "", "")
-    assert (tmp_path / "memory.json").is_file()
+    code, output, errors = run_quietly("--set", "seed=-1")
+    assert (code, output) == (2, "") and errors.startswith("error: --set seed=-1: seed: -1: ")
+    assert run_quietly("--set", "steps=1", "--out", tmp_path) == (0, "", "")
+    code, output, _ = run_quietly("--evaluate", tmp_path / "checkpoints" / "step-1")
+    assert code == 0 and "test_loss" in json.loads(output)

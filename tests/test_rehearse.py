@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+import ipu_pipe
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.job.factories import make_data
 from ipu_pipe.plan.candidates import Candidate
 from ipu_pipe.report.run_text import format_plan
 from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import build_for_planning, replace_missing_data
+from ipu_pipe.run.proposal import Wish, suggest_config
 from ipu_pipe.run.rehearsal import _list_changes, rehearse
 from tests.command_line import CommandResult, run_here
 from tests.support.runs import DIGITS, ROOT, list_faults
@@ -48,33 +50,27 @@ def test_a_config_for_ipus_is_rehearsed_as_it_stands(run_command: Any) -> None:
     assert "float32 on the CPU, micro_batch_size 2, gradient_accumulation 4" in result.stderr
 
 
-@pytest.mark.parametrize("changes, keys", [
-    (["stages=8"], ["hardware: pod4", "8 of 4 devices"]),
-    (["stages=3"], ["stages: 3 IPUs: IPUs are reserved by powers of 2"]),
-    (["data.subset=100"], ["3 microbatches an epoch do not fill one batch"]),
-    (["gradient_accumulation=6"], ["gradient_accumulation: 6", "7"]),
-    (["backend.ipu.device_iterations=3", "steps=4"], ["device_iterations: 3"]),
-    (["method=pipedream"], ["method: pipedream"]),
+@pytest.mark.parametrize("change, keys", [
+    ("stages=8", ["hardware: pod4", "8 of 4 devices"]),
+    ("stages=3", ["stages: 3 IPUs: IPUs are reserved by powers of 2"]),
+    ("data.subset=100", ["3 microbatches an epoch do not fill one batch"]),
+    ("gradient_accumulation=6", ["gradient_accumulation: 6", "7"]),
+    ("backend.ipu.device_iterations=3", ["device_iterations: 3"]),
+    ("method=pipedream", ["method: pipedream"]),
 ])  # fmt: skip
-def test_a_config_that_ipus_refuse_is_one_line(
-    run_command: Any, changes: list[str], keys: list[str]
-) -> None:
-    result = run_command("rehearse", POD, "--set", *SMALL, *changes)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode == 2 and len(lines) == 1
-    assert all(key in lines[0] for key in keys)
+def test_a_config_that_ipus_refuse_is_one_line(change: str, keys: list[str]) -> None:
+    (fault,) = list_faults(rehearse_pod, "steps=4", change)
+    assert all(key in fault for key in keys)
 
 
 def test_a_stage_over_memory_is_one_line_and_exit_code_2(run_command: Any, tmp_path: Path) -> None:
-    tiny = tmp_path / "tiny.yaml"
-    pod = ROOT / "configs" / "hardware" / "pod4.yaml"
+    tiny, pod = tmp_path / "tiny.yaml", ROOT / "configs" / "hardware" / "pod4.yaml"
     tiny.write_text(f"extends: {pod}\ndevice: {{memory_bytes: 20000}}\n")
     keys = [f"hardware={tiny}", "method=gpipe", "data.subset=64", "data.test_subset=8"]
     result = run_command("rehearse", DIGITS, "--set", *keys)
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode == 2 and len(lines) == 1
-    assert "hardware: does not fit tiny: device 0 needs 86.7 kB of 20 kB" in lines[0]
-    assert "433.4%" in result.stdout
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode == 2 and "433.4%" in result.stdout
+    assert "hardware: does not fit tiny: device 0 needs 86.7 kB of 20 kB" in line
 
 
 @pytest.mark.slow
@@ -89,20 +85,15 @@ def test_a_stage_over_memory_is_one_line_with_a_change_that_fits() -> None:
 
 
 @pytest.mark.parametrize("size, accumulate, sizes", [
-    (8, 4, [(4, 8), (2, 16), (1, 32)]),
-    (7, 4, [(2, 14), (1, 28)]),
-    (6, 1, [(3, 2), (1, 6)]),
+    (8, 4, [(4, 8), (2, 16), (1, 32)]), (7, 4, [(2, 14), (1, 28)]), (6, 1, [(3, 2), (1, 6)]),
 ])  # fmt: skip
 def test_a_change_that_fits_leaves_the_samples_of_an_update(
     size: int, accumulate: int, sizes: Any
 ) -> None:
     """Story: 4 microbatches of 7 became 9 of 3, an update of 27 samples."""
-    candidate = Candidate("gpipe", 1, 2, size, accumulate, True)
-    hardware = SimpleNamespace(device=SimpleNamespace(streaming_bytes=None))
-    cut: Any = SimpleNamespace(
-        problem=SimpleNamespace(hardware=hardware, streamed=False),
-        prediction=SimpleNamespace(candidate=candidate),
-    )
+    cut: Any = Mock()
+    cut.problem.hardware.device.streaming_bytes, cut.problem.streamed = None, False
+    cut.prediction.candidate = Candidate("gpipe", 1, 2, size, accumulate, True)
     _, *changes = _list_changes(cut)
     assert [(one.micro_batch_size, one.gradient_accumulation) for one, *_ in changes] == sizes
 
@@ -137,24 +128,15 @@ def test_a_plan_and_a_dry_run_need_neither_data_nor_the_sdk(run_command: Any) ->
         assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("keys", [
-    {"name": "cifar10", "root": "/nowhere", "size": 16},
-    {"name": "mnist", "root": "/nowhere", "validation": 100},
-    {"name": "shakespeare", "root": "/nowhere", "context": 8},
-    {"name": "image_folder", "root": "/nowhere", "bytes": True},
-    {"name": "translation", "root": "/nowhere"},
+@pytest.mark.parametrize("keys, shape", [
+    ({"name": "cifar10", "size": 16}, (3, 16, 16)), ({"name": "mnist", "validation": 100}, (1, 28, 28)),
+    ({"name": "shakespeare", "context": 8}, (8,)), ({"name": "image_folder", "bytes": True}, (3, 224, 224)),
+    ({"name": "translation"}, (2, 32)),
 ])  # fmt: skip
-def test_data_that_is_missing_has_a_stand_in_of_its_shape(keys: Any) -> None:
-    config, line = replace_missing_data(configure(data=keys))
+def test_data_that_is_missing_has_a_stand_in_of_its_shape(keys: Any, shape: Any) -> None:
+    config, line = replace_missing_data(configure(data={**keys, "root": "/nowhere"}))
     x, _ = make_data(config).train_batch(0, 0, 2)
-    shapes = {
-        "cifar10": (2, 3, 16, 16),
-        "mnist": (2, 1, 28, 28),
-        "shakespeare": (2, 8),
-        "translation": (2, 2, 32),
-    }
-    assert tuple(x.shape) == shapes.get(keys["name"], (2, 3, 224, 224))
-    assert "does not exist" in line
+    assert tuple(x.shape) == (2, *shape) and "does not exist" in line
 
 
 @pytest.mark.parametrize("keys, fault", [
@@ -173,6 +155,115 @@ def test_a_stand_in_has_the_options_of_its_set(keys: Any, fault: str) -> None:
     assert line.startswith(fault)
 
 
-def test_a_set_without_a_stand_in_keeps_its_config() -> None:
-    config = configure(data={"name": "digits", "root": "/nowhere"})
-    assert replace_missing_data(config) == (config, "")
+# ---- ipu-pipe new
+
+MINE = """
+import torch
+from torch import nn
+import ipu_pipe
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.GroupNorm(4, width)
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.conv(x)))
+
+def make(norm, mark=lambda module: module):
+    blocks = [Block(16), Block(16), mark(Block(16)), Block(16)]
+    return nn.Sequential(nn.Conv2d(3, 16, 3), norm, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 7))
+
+def net():
+    return make(nn.GroupNorm(4, 16))
+
+def marked():
+    return make(nn.BatchNorm2d(16), ipu_pipe.begin_stage)
+
+def segments():
+    return nn.Conv2d(3, 7, 1)
+
+def load_data():
+    data = torch.utils.data.TensorDataset(torch.rand(256, 3, 16, 16), torch.randint(7, (256,)))
+    loader = torch.utils.data.DataLoader(data, 4)
+    return ipu_pipe.from_loader(loader, loader)
+"""
+WISH = Wish("new_mine:net", "pod4", (3, 16, 16), 64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: Any) -> Path:
+    """Return a folder with a model of a user's own, which is the current one."""
+    (tmp_path / "new_mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run_new(folder: Path, monkeypatch: Any, capsys: Any) -> Any:
+    def run(*arguments: str) -> CommandResult:
+        command = importlib.import_module("ipu_pipe.cli.new")
+        return run_here(command, *arguments, monkeypatch=monkeypatch, capsys=capsys)
+
+    return run
+
+
+def test_a_config_for_a_pod_is_written_and_rehearses(run_new: Any) -> None:
+    """Story: a user's own config extended one of configs/pod, whose model arguments stayed."""
+    result = run_new("new_mine:net", "--hardware", "pod4", "--shape", "3,16,16", "--stages", "2", "--batch", "64")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[0].endswith("net_pod4.yaml")
+    config = load_config("net_pod4.yaml")
+    assert config.data.options()["classes"] == 7 and len(config.stages) == 1
+    assert config.replicas * 2 == 4 and config.precision == "16.16"
+    assert config.gradient_accumulation >= 3
+    assert rehearse(config).text.endswith("fits pod4 (predicted)")
+    # Story: the command that was printed for this machine was refused, since it has no IPUs
+    settings = result.stdout.splitlines()[1].partition(" --set ")[2].split()
+    summary = ipu_pipe.train(load_config("net_pod4.yaml", settings), "runs/try", quiet=True)
+    assert summary["steps"] == 3
+    again = run_new("new_mine:net", "--hardware", "pod4")
+    assert again.returncode == 2 and "net_pod4.yaml: exists already" in again.stderr
+
+
+def test_the_users_own_data_are_rehearsed_by_their_shape(folder: Path) -> None:
+    """Story: a rehearsal gave the user's function the keys `subset` and `test_subset`."""
+    text = suggest_config(WISH._replace(batch=16)).replace("# data:", "data:")
+    lines = [line for line in text.splitlines() if "synthetic" not in line]
+    (folder / "own.yaml").write_text("\n".join(lines))
+    config = load_config(
+        "own.yaml", ["micro_batch_size=4", "gradient_accumulation=4", "replicas=4"]
+    )
+    assert config.data.name == "new_mine:load_data"
+    said: list[str] = []
+    assert rehearse(config, said.append).misfit is None
+    assert said[-1].endswith("data synthetic in the shape of new_mine:load_data")
+
+
+def test_marks_in_the_model_are_the_stages(folder: Path) -> None:
+    (folder / "c.yaml").write_text(suggest_config(WISH._replace(entry="new_mine:marked")))
+    config = load_config("c.yaml")
+    assert config.stages is None and config.replicas == 2
+    # the statistics of BatchNorm on several replicas
+    assert config.ipu.broadcast_buffers is False
+
+
+def test_other_hardware_has_no_settings_of_ipus(folder: Path) -> None:
+    (folder / "c.yaml").write_text(suggest_config(WISH._replace(hardware="v100x8")))
+    config = load_config("c.yaml")
+    assert config.backend.ipu is None and config.precision == "float32"
+
+
+@pytest.mark.parametrize("change, place", [
+    ({"hardware": "pod17"}, "--hardware: pod17: "),
+    ({"entry": "new_mine:nett"}, "model.entry: new_mine:nett: "),
+    ({"shape": (3, 16)}, "--shape: 3,16: the model fails"),
+    ({"entry": "new_mine:segments"}, "--shape: 3,16,16: two samples give (2, 7, 16, 16)"),
+    ({"stages": 3}, "--hardware: pod4: no pipeline of 3 stages"),
+    ({"stages": 4, "batch": 6}, "--hardware: pod4: no pipeline of 4 stages"),
+])  # fmt: skip
+def test_a_wish_that_cannot_be_is_one_line(folder: Path, change: Any, place: str) -> None:
+    (fault,) = list_faults(lambda: suggest_config(WISH._replace(**change)))
+    assert fault.startswith(place)

@@ -42,7 +42,6 @@ RANKS = [
     [("forward", 0, 50), ("send", 55, 70), ("recv", 60, 230), ("backward", 230, 280)],
     [("recv", 10, 70), ("forward", 70, 100), ("backward", 103, 200), ("send", 205, 230)],
 ]
-LAUNCH_THREADS = {"forward": 1, "backward": 2, "send": 1, "recv": 1}
 
 
 def make_span(category: str, name: str, begin: float, end: float, tid: int = 1, **args: Any) -> Any:
@@ -78,26 +77,18 @@ def make_device_records(rank: int, names: Tuple[str, str, str]) -> List[Any]:
     records = []
     kernels = [make_span("kernel", "of before", 900, 910, 7, correlation=99)]
     for number, (kind, begin, end) in enumerate(RANKS[rank], 1):
+        call, thread, link = 10 * number, 1 + (kind == "backward"), {"correlation": number}
+        args = {"Collective name": kind, "Dst Rank": str(1 - rank), "Src Rank": str(1 - rank)}
+        args.update({"In msg nelems": 10, "dtype": "Float"})
+        kernel, stream = "ncclDevKernel_SendRecv", 8 + (kind == "recv")
         if kind in by_kind:
             name = by_kind[kind].format(rank=rank)
-            records.append(make_span(category, name, 10 * number, 10 * number + 8))
-        call = make_span(
-            "cuda_runtime",
-            "cudaLaunchKernel",
-            10 * number + 2,
-            10 * number + 3,
-            LAUNCH_THREADS[kind],
-            correlation=number,
-        )
-        records.append(call)
-        said = {"Collective name": kind, "Dst Rank": str(1 - rank), "Src Rank": str(1 - rank)}
-        args = {} if kind in by_kind else {**said, "In msg nelems": 10, "dtype": "Float"}
-        kernel = "gemm" if kind in by_kind else "ncclDevKernel_SendRecv"
-        stream = 7 if kind in by_kind else 8 + (kind == "recv")
+            records.append(make_span(category, name, call, call + 8))
+            kernel, stream, args = "gemm", 7, {}
+        launch = "cuda_runtime", "cudaLaunchKernel", call + 2, call + 3, thread
+        records.append(make_span(*launch, **link))
         kernels.append(
-            make_span(
-                "kernel", kernel, 1000 + begin, 1000 + end, stream, correlation=number, **args
-            )
+            make_span("kernel", kernel, 1000 + begin, 1000 + end, stream, **link, **args)
         )
     return [*records, *kernels]
 
@@ -191,7 +182,7 @@ def test_a_recording_of_lightning(tmp_path: Path) -> None:
             self.linear = torch.nn.Linear(64, 64)
 
         def training_step(self, batch: Any, index: int) -> Any:
-            return self.linear(batch[0]).square().mean()
+            return self.linear(batch).square().mean()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters())
@@ -199,11 +190,8 @@ def test_a_recording_of_lightning(tmp_path: Path) -> None:
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=3)
     profiler = PyTorchProfiler(tmp_path, "t", export_to_chrome=True, schedule=schedule)
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = lightning.Trainer(
-        max_steps=8, accelerator="cpu", devices=1, profiler=profiler, default_root_dir=tmp_path, **silent
-    )  # fmt: skip
-    data = torch.utils.data.TensorDataset(torch.ones(64, 64))
-    trainer.fit(Module(), torch.utils.data.DataLoader(data, 8))
+    trainer = lightning.Trainer(max_steps=8, accelerator="cpu", profiler=profiler, **silent)
+    trainer.fit(Module(), [torch.ones(8, 64)] * 8)
     (path,) = tmp_path.glob("*.json")
     (stage,) = analyze(read_trace(path), "run")["stages"]
     assert stage["microbatches"] == 3

@@ -8,21 +8,25 @@ from typing import Any, Dict, List
 
 import pytest
 import torch
+import yaml
 
 import ipu_pipe
 from ipu_pipe.config.load import load_config
-from ipu_pipe.run.train import train
+from ipu_pipe.data.text import TextData
+from ipu_pipe.run.train import check, train
 from tests.support.data import write_pictures
 from tests.support.runs import (
     DIGITS,
+    assert_same_state,
     assert_same_weights,
     list_faults,
+    read_column,
     read_json,
     read_metrics,
     read_numbers,
     read_summary,
 )
-from tests.test_processes import train_digits_on_ranks
+from tests.test_processes import train_digits_on_both, train_digits_on_ranks
 
 SETS = [
     "method=pipedream", "stages=2", "gradient_accumulation=4", "data.validation=0.25", "data.subset=512", "data.test_subset=64",
@@ -40,43 +44,36 @@ def list_rows(x: torch.Tensor) -> List[bytes]:
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
 def test_every_sample_is_in_one_set_and_none_of_the_test_set_is_held_out(name: str) -> None:
-    undivided, data = (
-        ipu_pipe.load_data(name, seed=3, subset=200, **more) for more in ({}, {"validation": 0.25})
-    )
+    undivided, data, same, other = (
+        ipu_pipe.load_data(name, seed=seed, subset=200, **more)
+        for seed, more in ((3, {}), (3, {"validation": 0.25}), (3, {"validation": 50}), (4, {"validation": 50}))
+    )  # fmt: skip
     held_out = data.validation
     assert (data.train_samples, held_out.test_samples) == (150, 50)
-    training_rows = list_rows(data.take_train(0, range(150))[0])
-    validation_rows = list_rows(torch.cat([x for x, _ in held_out.test_batches(16)]))
-    test_rows = list_rows(torch.cat([x for x, _ in undivided.test_batches(64)]))
-    assert not {*training_rows} & {*validation_rows} and not {*validation_rows} & {*test_rows}
+    training = list_rows(data.take_train(0, range(150))[0])
+    validation, test = (
+        list_rows(torch.cat([x for x, _ in source.test_batches(64)]))
+        for source in (held_out, undivided)
+    )
+    assert not {*training} & {*validation} and not {*validation} & {*test}
     if name == "digits":
         assert held_out.train is data.train  # the same tensors, not a copy
-        assert sorted([*training_rows, *validation_rows]) == sorted(
-            list_rows(undivided.take_train(0, range(200))[0])
-        )
-    same_seed, other_seed = (
-        ipu_pipe.load_data(name, seed=s, subset=200, validation=50) for s in (3, 4)
-    )
-    assert (
-        validation_rows
-        == list_rows(same_seed.validation.take_test(range(50))[0])
-        != list_rows(other_seed.validation.take_test(range(50))[0])
-    )
+        whole = list_rows(undivided.take_train(0, range(200))[0])
+        assert sorted([*training, *validation]) == sorted(whole)
+    again, differing = (list_rows(x.validation.take_test(range(50))[0]) for x in (same, other))
+    assert validation == again != differing
 
 
 def test_no_character_of_a_text_is_in_both_sets() -> None:
-    from ipu_pipe.data.text import TextData
-
     data = TextData(bytes(i % 251 for i in range(2000)), context=10)
-    text, count = data._text, data.train_samples
+    text, count = data._text.long(), data.train_samples
     data.split_off_validation(20, seed=0)
+    left = data._text.long()
     assert data.train_samples == count - 21 and data.validation is not None
     held_out = torch.cat([x for x, _ in data.validation.test_batches(7)]).flatten()
-    assert torch.equal(
-        torch.cat([data._text.long(), held_out]), text[: len(data._text) + 200].long()
-    )
-    windows = data.take_train(0, range(count - 21))
-    assert int(data._starts.max()) + 10 < len(data._text) and windows[1].shape == (count - 21, 10)
+    assert torch.equal(torch.cat([left, held_out]), text[: len(left) + 200])
+    assert data.take_train(0, range(count - 21))[1].shape == (count - 21, 10)
+    assert int(data._starts.max()) + 10 < len(left)
 
 
 def test_image_folders_hold_out_files_without_augmenting_them(tmp_path: Path) -> None:
@@ -88,45 +85,33 @@ def test_image_folders_hold_out_files_without_augmenting_them(tmp_path: Path) ->
 
 
 def test_a_run_watches_the_validation_set_and_tests_at_both_ends(tmp_path: Path) -> None:
-    out, stopping = tmp_path / "run", "early_stopping={metric: accuracy, patience: 9}"
-    report = train_validated(out, "steps=10", stopping)
-    lines = read_metrics(out)
+    stopping = "early_stopping={metric: accuracy, patience: 9}"
+    report = train_validated(tmp_path, "steps=10", stopping)
+    lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines if "test_loss" in line] == [0, 10]
-    validation_lines = {line["step"]: line for line in lines if "validation_loss" in line}
-    assert [*validation_lines] == [0, 4, 8, 10]
-    final = {
-        key: value for key, value in validation_lines[10].items() if key.startswith("validation_")
-    }
-    assert (
-        final.items() <= report["final"].items()
-        and report["final"]["test_loss"] == lines[-1]["test_loss"]
-    )
-    best = max(
-        (step for step in validation_lines if step),
-        key=lambda step: (validation_lines[step]["validation_accuracy"], -step),
-    )
-    assert report["best"] == {
-        "step": best,
-        "validation_accuracy": validation_lines[best]["validation_accuracy"],
-    }
-    state = read_json(out / "checkpoints" / "step-10" / "manifest.json")["callbacks"][0]["state"]
-    assert (state["best"], state["best_step"]) == (
-        validation_lines[best]["validation_accuracy"],
-        best,
-    )
+    validated = {line["step"]: line for line in lines if "validation_loss" in line}
+    assert [*validated] == [0, 4, 8, 10]
+    for line, key in ((lines[-1], "test_loss"), (validated[10], "validation_loss")):
+        assert report["final"][key] == line[key]
+    accuracies = {step: line["validation_accuracy"] for step, line in validated.items() if step}
+    # the first of the best
+    best = max(accuracies, key=lambda step: (accuracies[step], -step))
+    assert report["best"] == {"step": best, "validation_accuracy": accuracies[best]}
+    manifest = read_json(tmp_path / "checkpoints" / "step-10" / "manifest.json")
+    state = manifest["callbacks"][0]["state"]
+    assert (state["best"], state["best_step"]) == (accuracies[best], best)
 
-    numbers = read_numbers(out)
-    (out / "summary.json").unlink()  # as if killed after its last line: no line is written twice
-    resumed = train_validated(out, "steps=10", stopping, resume=True)
-    assert resumed["final"] == report["final"] and read_numbers(out) == numbers
-
-
-def test_a_longer_run_has_the_lines_of_one_planned_that_long(tmp_path: Path) -> None:
+    numbers = read_numbers(tmp_path)
+    (
+        tmp_path / "summary.json"
+    ).unlink()  # as if killed after its last line: no line is written twice
+    resumed = train_validated(tmp_path, "steps=10", stopping, resume=True)
+    assert resumed["final"] == report["final"] and read_numbers(tmp_path) == numbers
+    # as in a run planned that long
     train_validated(tmp_path / "cut", "steps=4")
-    train_validated(tmp_path / "cut", "steps=8", resume=True)
-    train_validated(tmp_path / "whole", "steps=8")
-    assert read_numbers(tmp_path / "cut") == read_numbers(tmp_path / "whole")
-    assert read_summary(tmp_path / "cut")["best"] == read_summary(tmp_path / "whole")["best"]
+    train_validated(tmp_path / "cut", "steps=10", resume=True)
+    assert read_numbers(tmp_path / "cut") == numbers
+    assert read_summary(tmp_path / "cut")["best"] == report["best"]
 
 
 def test_processes_validate_as_the_emulator_does(tmp_path: Path) -> None:
@@ -143,15 +128,11 @@ def test_processes_validate_as_the_emulator_does(tmp_path: Path) -> None:
 
 def test_loaders_have_a_validation_loader(tmp_path: Path) -> None:
     data = ipu_pipe.load_data("digits", subset=64)
-    batches, other = (
-        [data.train_batch(0, i, 8) for i in range(first, first + 4)] for first in (0, 4)
-    )
-    config = ipu_pipe.configure(
-        model={"entry": "models.mlp:mlp", "args": {"width": 8}}, micro_batch_size=8, steps=4
-    )
-    source = ipu_pipe.from_loader(batches, other, validation=other)
-    config = config.model_copy(update={"log": config.log.model_copy(update={"tensorboard": False})})
-    final = train(config, tmp_path / "run", data=source, quiet=True)["final"]
+    batches = [data.train_batch(0, i, 8) for i in range(8)]
+    source = ipu_pipe.from_loader(batches[:4], batches[4:], validation=batches[4:])
+    config = ipu_pipe.configure(micro_batch_size=8, steps=4, log={"tensorboard": False})
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    final = train(config, tmp_path / "run", data=source, model=model, quiet=True)["final"]
     assert final["validation_loss"] == final["test_loss"] is not None
 
 
@@ -178,14 +159,8 @@ def test_a_validation_set_that_is_not_a_source_is_refused(tmp_path: Path) -> Non
     "value", ["0", "-3", "1.5", "true", "'x'", "1437", "0.0001", ".inf", "1e400"]
 )
 def test_bad_values_are_refused(value: str, tmp_path: Path) -> None:
-    def train_with_value() -> None:
-        train(
-            load_config(DIGITS, ["data.subset=1437", f"data.validation={value}"]),
-            tmp_path / "run",
-            quiet=True,
-        )
-
-    (fault,) = list_faults(train_with_value)
+    sets = ["data.subset=1437", f"data.validation={value}"]
+    (fault,) = list_faults(lambda: train(load_config(DIGITS, sets), tmp_path / "run", quiet=True))
     printed_value = "inf" if value in (".inf", "1e400") else value.strip("'")
     assert f"data.validation: {printed_value}: " in fault
     assert not (tmp_path / "run").exists()
@@ -195,10 +170,68 @@ def test_the_best_is_by_a_metric_that_is_evaluated(tmp_path: Path) -> None:
     (fault,) = list_faults(train_validated, tmp_path / "run", "evaluate.best=top5")
     assert fault.startswith("evaluate.best: top5: ")
     # a metric of the call, which the config does not name
-    metrics = {"zero": lambda output, y: 0.0}
-    assert (
-        train_validated(tmp_path / "run", "evaluate.best=zero", "steps=1", metrics=metrics)["best"][
-            "validation_zero"
-        ]
-        == 0
-    )
+    keys = ["evaluate.best=zero", "steps=1"]
+    report = train_validated(tmp_path, *keys, metrics={"zero": lambda output, y: 0.0})
+    assert report["best"]["validation_zero"] == 0
+
+
+# ---- a learning rate that follows evaluations
+
+ARGS = "{factor: 0.5, patience: 0, threshold: 0.02, cooldown: 1}"
+PLATEAU_SETS = [
+    "method=pipedream", "stages=2", "gradient_accumulation=1", "micro_batch_size=8", "data.subset=256", "data.test_subset=64",
+    "log.tensorboard=false", "log.trace=false", "backend.threads=1", "log.every=1", "evaluate.steps=2", "checkpoint.every=2",
+    "optimizer.lr=0.02", "optimizer.momentum=0.9",
+]  # fmt: skip
+
+
+def train_with_sets(out: Path, *sets: str, **keys: Any) -> Dict[str, Any]:
+    return train(load_config(DIGITS, [*PLATEAU_SETS, *sets]), out, quiet=True, **keys)
+
+
+@pytest.mark.parametrize("metric, mode", [("loss", "min"), ("accuracy", "max")])
+def test_rates_are_those_of_torchs_scheduler_after_each_evaluation(
+    metric: str, mode: str, tmp_path: Path
+) -> None:
+    plateau = f"lr_schedule={{name: plateau, metric: {metric}, args: {ARGS}}}"
+    train_with_sets(tmp_path, "steps=16", plateau)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode, **yaml.safe_load(ARGS))
+    rates = []
+    for line in read_metrics(tmp_path)[1:]:
+        if "lr" in line:
+            rates.append(optimizer.param_groups[0]["lr"])
+        else:
+            scheduler.step(line[f"test_{metric}"])
+    assert read_column(tmp_path, "lr") == rates and len(rates) == 16 and len({*rates}) > 2
+
+
+@pytest.mark.slow
+def test_a_resume_continues_it_and_processes_have_its_rates(tmp_path: Path) -> None:
+    cut, whole, one = (tmp_path / name for name in ("cut", "whole", "one"))
+    plateau = f"lr_schedule={{name: plateau, warmup_steps: 3, args: {ARGS}}}"
+    train_with_sets(cut, "steps=6", plateau)
+    train_with_sets(cut, "steps=12", plateau, resume=True)
+    train_with_sets(whole, "steps=12", plateau)
+    assert read_column(cut, "lr") == read_column(whole, "lr")
+    assert_same_state(cut, whole, 12)
+    sets = ["stages=2", "gradient_accumulation=1", "evaluate.steps=2", "log.every=1", plateau]
+    train_digits_on_both(tmp_path, 2, "method=spectrain", *sets)
+    assert len({*read_column(one, "lr")}) > 4
+
+
+BAD_PLATEAUS = {
+    "{name: plateau, args: {factor: 2}}": "lr_schedule.args: ", "{name: plateau, args: {x: 2}}": "lr_schedule.args: ",
+    "{name: plateau, metric: top5}": "lr_schedule.metric: top5: ", "{name: constant, metric: loss}": "lr_schedule.metric: loss: ",
+    "{name: plateau, args: {patience: x}}": "lr_schedule.args.patience: x: ",
+    "{name: plateau, args: {factor: -1}}": "lr_schedule.args.factor: -1: ",
+    "{name: plateau, args: {min_lr: [x]}}": "lr_schedule.args.min_lr: ",
+    "{name: plateau, interval: epoch}": "lr_schedule.interval: epoch: ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", BAD_PLATEAUS)
+def test_bad_values_of_a_plateau_are_refused(value: str, tmp_path: Path) -> None:
+    sets = [*PLATEAU_SETS, "steps=2", f"lr_schedule={value}"]
+    (fault,) = list_faults(lambda: check(load_config(DIGITS, sets), tmp_path / "run"))
+    assert BAD_PLATEAUS[value] in fault

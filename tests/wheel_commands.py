@@ -33,6 +33,11 @@ def run_installed(*words, code=0, expected_output=""):
     return process.stdout
 
 
+def run_words(words, **expected):
+    """Run ipu-pipe with these words, as `run_installed` does."""
+    return run_installed(COMMAND, *words.split(), **expected)
+
+
 def check_source_package():
     """Check that the source package has no tests, since it lacks the files that they need."""
     (file,) = (Path(sys.prefix) / "dist").glob("*.tar.gz")
@@ -60,100 +65,31 @@ def main():
                 command
             )
         run_installed(COMMAND, "completion", "bash", code=2, expected_output="pip install shtab")
-        schedule = json.loads(
-            run_installed(
-                COMMAND,
-                "schedule",
-                "gpipe",
-                "--stages",
-                "3",
-                "--microbatches",
-                "4",
-                "--format",
-                "json",
-            )
-        )
+        schedule = json.loads(run_words("schedule gpipe --stages 3 --microbatches 4 --format json"))
         assert schedule["slots"] == 12, schedule["slots"]
-        run_installed(
-            COMMAND,
-            "train",
-            "configs/mlp_digits.yaml",
-            "--set",
-            "steps=4",
-            "--out",
-            "runs/digits",
-            expected_output="throughput: ",
-        )
+        first = "train configs/mlp_digits.yaml --set steps=4 --out runs/digits"
+        again = "train mlp_digits --set steps=4 --out runs/digits"
+        run_words(first, expected_output="throughput: ")
         assert json.loads(Path("runs/digits/summary.json").read_text())["steps"] == 4
-        run_installed(COMMAND, "analyze", "runs/digits", expected_output="Bottleneck: ")
-        run_installed(
-            COMMAND, "export", "runs/digits", "--to", "digits.safetensors", expected_output="step-4"
-        )
-        again = ("train", "mlp_digits", "--set", "steps=4", "--out", "runs/digits")
-        run_installed(COMMAND, *again, code=2, expected_output="--overwrite")
-        assert run_installed(COMMAND, *again, "--overwrite", "--quiet") == ""
-        run_installed(
-            COMMAND,
-            "train",
-            "configs/none.yaml",
-            code=2,
-            expected_output="configs/none.yaml: no such config file",
-        )
-        run_installed(
-            COMMAND,
-            "train",
-            "resnet20_cifar10",
-            "--set",
-            f"data.root={folder}",
-            code=2,
-            expected_output="ipu-pipe fetch-data cifar10",
-        )
-        run_installed(
-            sys.executable,
-            "-m",
-            "ipu_pipe",
-            "train",
-            "resnet50_ipu4",
-            "--dry-run",
-            expected_output="FLOPs",
-        )
-        planned = run_installed(
-            COMMAND,
-            "plan",
-            "resnet50_ipu4",
-            "--hardware",
-            "v100x8",
-            "--precision",
-            "float32",
-            "--json",
-        )
+        run_words("analyze runs/digits", expected_output="Bottleneck: ")
+        run_words("export runs/digits --to digits.safetensors", expected_output="step-4")
+        run_words(again, code=2, expected_output="--overwrite")
+        assert run_words(f"{again} --overwrite --quiet") == ""
+        none = "configs/none.yaml"
+        run_words(f"train {none}", code=2, expected_output=f"{none}: no such config file")
+        missing = f"train resnet20_cifar10 --set data.root={folder}"
+        run_words(missing, code=2, expected_output="ipu-pipe fetch-data cifar10")
+        dry_run = ("-m", "ipu_pipe", "train", "resnet50_ipu4", "--dry-run")
+        run_installed(sys.executable, *dry_run, expected_output="FLOPs")
+        planned = run_words("plan resnet50_ipu4 --hardware v100x8 --precision float32 --json")
         assert json.loads(planned)["plans"], planned
-        run_installed(
-            COMMAND,
-            "reproduce",
-            code=2,
-            expected_output="from a clone of the repository: python tools/reproduce.py",
-        )
-        run_installed(
-            COMMAND, "stability", "mlp_digits", "--curvature", "1", expected_output="largest stable"
-        )
-        run_installed(
-            COMMAND,
-            "collect",
-            "mlp_digits",
-            "--methods",
-            "gpipe,pipedream",
-            "--steps",
-            "2",
-            "--out",
-            "runs/compared",
-        )
+        clone = "from a clone of the repository: python tools/reproduce.py"
+        run_words("reproduce", code=2, expected_output=clone)
+        run_words("stability mlp_digits --curvature 1", expected_output="largest stable")
+        run_words("collect mlp_digits --methods gpipe,pipedream --steps 2 --out runs/compared")
         for name in ("models", "configs", "tools", "tests"):
-            run_installed(
-                sys.executable,
-                "-c",
-                f"import importlib.util as u; assert u.find_spec('{name}') is None",
-            )
+            code = f"import importlib.util as u; assert u.find_spec('{name}') is None"
+            run_installed(sys.executable, "-c", code)
         run_installed(sys.executable, "-c", "import ipu_pipe, ipu_pipe.models.resnet, pathlib as p; "
             "assert p.Path(ipu_pipe.__file__).with_name('py.typed').is_file()")  # fmt: skip
     print("the wheel's commands pass")

@@ -1,9 +1,10 @@
-"""Help tests of data: read an epoch at once, write an image folder, assert one fault."""
+"""Help tests of data: read an epoch, check its samples, write an image folder, assert one fault."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
-from typing import List, Tuple
+from typing import Callable, List, Sequence, Tuple
 
 import pytest
 import torch
@@ -18,6 +19,27 @@ def epoch_of(source: DataSource, epoch: int, batch_size: int) -> Tuple[torch.Ten
         for i in range(source.train_batches_per_epoch(batch_size))
     ]
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def assert_samples_follow_seed_and_epoch(
+    make: Callable[[int], DataSource], sizes: Sequence[int]
+) -> None:
+    """Assert that the samples of an epoch, and their order, depend on the seed and the epoch alone:
+    not on the size of batches, on what was read or drawn before, or on the process."""
+    expected = {
+        (seed, epoch): epoch_of(make(seed), epoch, sizes[0]) for seed in (0, 1) for epoch in (0, 1)
+    }
+    for one, other in itertools.combinations(expected.values(), 2):
+        assert not torch.equal(one[0], other[0])
+    source, state = make(1), torch.random.get_rng_state()
+    for epoch, size in itertools.product((1, 0), sizes):
+        for a, b in zip(epoch_of(source, epoch, size), expected[1, epoch]):
+            assert torch.equal(a, b)
+    size = sizes[-1]
+    assert torch.equal(source.train_batch(1, 1, size)[0], expected[1, 1][0][size : 2 * size])
+    assert torch.equal(state, torch.random.get_rng_state())
+    torch.rand(1)
+    assert torch.equal(epoch_of(make(1), 1, size)[0], expected[1, 1][0])
 
 
 def write_pictures(root: Path, classes: int, **counts: int) -> None:
