@@ -35,10 +35,10 @@ def test_seeds_of_the_simulated_network(seeds: Tuple[int, ...]) -> None:
 def test_a_rank_stores_no_more_messages_than_microbatches_in_flight() -> None:
     """Each rank once kept 24 sent tensors for a neighbor, a multiple of its activations."""
     keys = {
-        "method": "pipedream_flush", "stages": 2, "gradient_accumulation": 16, "steps": 1, "micro_batch_size": 16,
-        "evaluate": {"every": 0}, "log": {"tensorboard": False},
+        "method": "pipedream_flush", "stages": 2, "gradient_accumulation": 16, "steps": 1, 
+        "evaluate": {"every": 0},
     }  # fmt: skip
-    prepared = prepare_case(Case("mlp", 3, 2, keys))
+    prepared = prepare_case(Case("mlp", 2, keys))
     report = train_on_network(prepared, Network(1, 2, DEADLINE))[0].result.report
     message = 16 * 4 * 4  # bytes: samples, width, float32
     in_flight, posted = 2, 3
@@ -51,10 +51,10 @@ def test_a_rank_may_be_lost_at_any_call() -> None:
     """Other ranks once ended with a traceback if a rank was lost while the engine started or
     replicas waited for an evaluation."""
     keys = {
-        "method": "gpipe", "stages": 2, "gradient_accumulation": 1, "steps": 2, "micro_batch_size": 1, "replicas": 2,
-        "clip": {"norm": 1.0, "scope": "global"}, "evaluate": {"steps": 1}, "log": {"tensorboard": False},
+        "method": "gpipe", "stages": 2, "gradient_accumulation": 1, "steps": 2,  "replicas": 2,
+        "clip": {"norm": 1.0, "scope": "global"}, "evaluate": {"steps": 1},
     }  # fmt: skip
-    prepared = prepare_case(Case("mlp", 2, 2, keys))
+    prepared = prepare_case(Case("mlp", 2, keys))
     for at in range(1, prepared.calls[0], 3):
         check_run(prepared, Network(at, 4, DEADLINE, Loss(0, at, is_killed=True)))
     for at in range(1, prepared.calls[1], 5):
