@@ -24,7 +24,7 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups
 from tests.support import vectors
-from tools.experiments import reproduce, vector_grids, vector_runs
+from tools.experiments import reproduce, vector_grids
 from tools.experiments.history_delays import fit_exponent
 from tools.experiments.vector_runs import (
     Logistic,
@@ -214,16 +214,6 @@ def _draw_as_the_authors(source: RandomizedReplays, bound: int) -> Any:
     return double
 
 
-def test_plain_replays_that_copy_their_history_agree() -> None:
-    objective = make_random_quadratic(40, D, 5, 1)
-    source = make_randomized_source(P, M, objective.batches, {"delay_bound": 11}, 2)
-    (curve,) = run_randomized(objective, [source], RATES, 0)
-    for replay in vectors.PLAIN.values():
-        for g, rate in enumerate(RATES):
-            x = replay(objective, source, 11, float(rate), source.count)
-            assert np.abs(x - curve.x[:, g]).max() <= 1e-12 * np.abs(x).max()
-
-
 def test_noise_is_drawn_block_update_by_block_update() -> None:
     """With PipeDream's own order and delays randomized PipeDream equals PipeDream, noise included."""
     objective = make_logistic_regression(20, D, 2, 1e-2, 0.5, 1)
@@ -235,21 +225,6 @@ def test_noise_is_drawn_block_update_by_block_update() -> None:
     assert np.abs(run_pipedream(objective, P, M, RATES, 8).x - pipedream.x).max() > 1e-3
 
 
-def test_budgets_in_slots() -> None:
-    assert [vector_runs.count_microbatches(slots, 16) for slots in (830, 1230, 2078, 2077)] == [
-        400,
-        600,
-        1024,
-        1024,
-    ]
-    assert vector_runs.count_local_sgd_microbatches(2078, 16, 16, 5) == 874
-    for K in (1, 4, 30):
-        jobs = vector_runs.count_local_sgd_microbatches(830, 16, 16, K)
-        method = resolve_method("local_sgd", {"local_steps": K})
-        lengths = [make_schedule(method, 16, m, 16).slot_count for m in (jobs - 1, jobs)]
-        assert lengths[0] < 830 <= lengths[1]
-
-
 # ---- results
 
 
@@ -258,16 +233,16 @@ def test_the_best_step_of_each_row_is_reported_with_the_papers_claim(tmp_path: P
     make: Any = lambda seed: make_random_quadratic(40, D, 5, seed)  # noqa: E731
     grid = vector_grids.VectorGrid("tiny", "Tiny", "nobody", "small", make, [], claims)
 
-    def list_runs(*finals: Tuple[str, float, float]) -> List[vector_grids.StepRun]:
+    def list_step_runs(*finals: Tuple[str, float, float]) -> List[vector_grids.StepRun]:
         return [
             vector_grids.StepRun(label, "pipedream", {}, step, [(0, 0, 9.0), (1, 2, last)])
             for label, step, last in finals
         ]
 
     runs = {
-        0: list_runs(("A", 0.5, 1.0), ("A", 0.25, 2.0), ("B", 0.5, np.inf), ("B", 0.25, 4.0)),
-        1: list_runs(("A", 0.5, 3.0), ("A", 0.25, 2.0), ("B", 0.5, np.inf), ("B", 0.25, 5.0)),
-        2: list_runs(("A", 0.5, 1.5), ("B", 0.25, 4.5)),
+        0: list_step_runs(("A", 0.5, 1.0), ("A", 0.25, 2.0), ("B", 0.5, np.inf), ("B", 0.25, 4.0)),
+        1: list_step_runs(("A", 0.5, 3.0), ("A", 0.25, 2.0), ("B", 0.5, np.inf), ("B", 0.25, 5.0)),
+        2: list_step_runs(("A", 0.5, 1.5), ("B", 0.25, 4.5)),
     }
     outcome = grid.make_experiment().report(vector_grids.compare(grid, runs), tmp_path)
     outcome.write(tmp_path)
@@ -296,21 +271,20 @@ def test_the_step_grids_are_listed_and_the_quadratic_runs(
 
 def test_staleness_and_nothing_else_makes_more_stages_worse() -> None:
     """On eight stages randomized PipeDream without delays is better by far, at the same draws and updates."""
-    grid = vector_grids.VECTOR_GRIDS["staleness_quadratic"]
-    rows = vector_grids.list_staleness_rows(8, 100, vector_grids.make_powers(-6, -1))
     small = dataclasses.replace(
-        grid, rows=rows, make_objective=lambda seed: make_random_quadratic(200, 64, 20, seed)
+        vector_grids.VECTOR_GRIDS["staleness_quadratic"],
+        rows=vector_grids.list_staleness_rows(8, 100, vector_grids.make_powers(-6, -1)),
+        make_objective=lambda seed: make_random_quadratic(200, 64, 20, seed),
     )
     best = vector_grids.find_best_runs({0: vector_grids.run_seed(small, 0)})
     finals = {label: by_seed[0].final for label, by_seed in best.items()}
     assert finals["RPD without delays P=8"] < 0.5 * min(finals["RPD P=8"], finals["PipeDream P=8"])
-    # the slope of a line through the logarithms by doublings: each doubling of the stages costs a decade, or half a one
-    factors = {"A": 1, "B": 0.5}
-    grown = {
-        f"{row} P={P}": float(P) ** (factors[row] * math.log2(10))
-        for row in factors
-        for P in (2, 4, 8)
-    }
+
+
+def test_growth_is_the_slope_of_a_line_through_the_logarithms() -> None:
+    """A decade a doubling of the stages, and half a decade."""
+    factors = {"A": math.log2(10), "B": 0.5 * math.log2(10)}
+    grown = {f"{row} P={P}": float(P) ** factors[row] for row in factors for P in (2, 4, 8)}
     assert vector_grids.claim_growth_by_delay("A", "B", (2, 4, 8)).gap(grown) == pytest.approx(0.5)
 
 
@@ -331,16 +305,10 @@ def test_a_curve_tracks_another_by_their_mean_distance() -> None:
         assert judge(claim, measured).verdict == verdict
 
 
-def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: Any) -> None:
     reproduce.main(["rpd_delays", "--json", "--out", str(tmp_path)])
     results = json.loads(capsys.readouterr().out)
     by_stages = {row["args"]["stages"]: row for row in results["rows"]}
-    assert (
-        sorted(by_stages) == list(range(2, 41)) and results["agrees"] and not results["differences"]
-    )
+    assert sorted(by_stages) == list(range(2, 41)) and results["agrees"]
     assert [by_stages[8][key] for key in ("least", "mean", "greatest")] == [3, 31.5, 60]
-    assert all(
-        (tmp_path / "rpd_delays" / name).stat().st_size > 10_000
-        for name in ("delays.png", "timelines.png")
-    )
     assert fit_exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)

@@ -102,10 +102,10 @@ def test_a_kind_calls_the_functions_of_its_module(xyz: Module) -> None:
 
 
 def test_cuda_calls_the_functions_of_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: (5, device))
-    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 + (device.index or 0))
+    device = torch.device("cuda", 2)
     kind = get_kind(device)
-    assert kind.is_cuda and kind.pins_memory() and kind.read_allocated_bytes(device) == (5, device)
+    assert kind.is_cuda and kind.pins_memory() and kind.read_allocated_bytes(device) == 7
 
 
 @pytest.mark.parametrize("name", ["cpu", "meta"])

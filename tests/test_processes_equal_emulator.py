@@ -20,6 +20,9 @@ import torch
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.run.train import train
+from tests.simulation.cases import DEADLINE
+from tests.simulation.network import Network
+from tests.simulation.ranks import check_run, prepare_keys
 from tests.support.loops import Loop, take_share
 from tests.support.rank_group import RankGroups
 from tests.support.runs import (
@@ -38,7 +41,7 @@ pytestmark = needs_processes
 REPORTED = ("forward_delay", "backward_delay", "weight_copies", "optimizer_bytes")  # by stage
 
 
-class Row(NamedTuple):
+class RunRow(NamedTuple):
     """A function that returns new arguments of `ipu_pipe.train`, and on how many ranks they train."""
 
     make: Callable[[], Dict[str, Any]]
@@ -46,17 +49,19 @@ class Row(NamedTuple):
     missing: str = ""  # reason to skip it: a package that is not installed
 
 
-def train_digits(*settings: str, ranks: int = 2, missing: str = "") -> Row:
+def train_digits(*settings: str, ranks: int = 2, missing: str = "") -> RunRow:
     """Return a row of the digits' file, with settings over SHORT."""
-    return Row(lambda: {"config": load_config(DIGITS, [*SHORT, *settings])}, ranks, missing)
+    return RunRow(lambda: {"config": load_config(DIGITS, [*SHORT, *settings])}, ranks, missing)
 
 
-def train_model(entry: str, base: Dict[str, Any], ranks: int = 2, **keys: Any) -> Row:
+def train_model(entry: str, base: Dict[str, Any], ranks: int = 2, **keys: Any) -> RunRow:
     """Return a row of a config, of which `base` has the usual keys."""
-    return Row(lambda: {"config": configure(**{**base, "model": {"entry": entry}, **keys})}, ranks)
+    return RunRow(
+        lambda: {"config": configure(**{**base, "model": {"entry": entry}, **keys})}, ranks
+    )
 
 
-def call_feature(entry: str, *arguments: Any, item: str = "", ranks: int = 2, missing: str = "", **keys: Any) -> Row:  # fmt: skip
+def call_feature(entry: str, *arguments: Any, item: str = "", ranks: int = 2, missing: str = "", **keys: Any) -> RunRow:  # fmt: skip
     """Return a row whose arguments a function "module:name" makes. `item`: of the runs that it returns."""
 
     def make() -> Dict[str, Any]:
@@ -64,7 +69,7 @@ def call_feature(entry: str, *arguments: Any, item: str = "", ranks: int = 2, mi
         result = getattr(importlib.import_module(module), name)(*arguments, **keys)
         return result[item]() if item else result
 
-    return Row(make, ranks, missing)
+    return RunRow(make, ranks, missing)
 
 
 def describe_cut_model(name: str) -> Dict[str, Any]:
@@ -106,7 +111,7 @@ STAGED = "tests.staged_models"
 BATCHES = "tests.test_batches:make_batch_arguments"
 WEIGHTS = "tests.test_loss_weight:describe_run"
 UNEVEN = [1, 9, 4, 10, 3, 0, 7, 2, 0, 0, 0, 0, 0, 5, 0, 8]  # tokens of microbatches
-ROWS: Dict[str, Row] = {
+ROWS: Dict[str, RunRow] = {
     "t1-t2": train_digits(
         "method=pipemare", "stages=4", "method_args={t1: {anneal_updates: 5}, t2: {decay: 0.5}}", ranks=4
     ),
@@ -259,3 +264,17 @@ def assert_same_values(values: Dict[str, Any], expected: Dict[str, Any]) -> None
             assert values[key].dtype == value.dtype and torch.equal(values[key], value), key
         else:
             assert values[key] == value, key
+
+
+# quick, on the simulated network
+
+
+def test_a_recomputation_leaves_the_running_statistics() -> None:
+    args = {"recompute": {"segments": 1}}
+    prepared = prepare_keys("residual", method="pipemare", method_args=args)
+    check_run(prepared, Network(1, 2, DEADLINE))
+
+
+def test_each_replica_of_local_sgd_steps_with_its_own_weights() -> None:
+    args = {"replicas": 2, "local_steps": 2}
+    check_run(prepare_keys("mlp", method="local_sgd", method_args=args), Network(1, 2, DEADLINE))
