@@ -313,6 +313,10 @@ COUNT, COUNTS = 0, {"mean": torch.zeros(2)}
 def count_globally(output: Any, y: Any) -> None:
     global COUNT
     COUNT += 1
+    add_to_counts()
+
+
+def add_to_counts() -> None:
     COUNTS["mean"] += 1
 
 

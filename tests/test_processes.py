@@ -129,7 +129,7 @@ def start_torchrun(out: Path, *args: str) -> Iterator["subprocess.Popen[str]"]:
 
 def wait_until(process: "subprocess.Popen[str]", is_there: Callable[[], Any]) -> None:
     """Wait until `is_there()`, while the process runs."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not is_there():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)

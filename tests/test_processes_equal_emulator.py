@@ -61,7 +61,9 @@ def train_model(entry: str, base: Dict[str, Any], ranks: int = 2, **keys: Any) -
     )
 
 
-def call_feature(entry: str, *arguments: Any, item: str = "", ranks: int = 2, missing: str = "", **keys: Any) -> RunRow:  # fmt: skip
+def call_feature(
+    entry: str, *arguments: Any, item: str = "", ranks: int = 2, missing: str = "", **keys: Any
+) -> RunRow:
     """Return a row whose arguments a function "module:name" makes. `item`: of the runs that it returns."""
 
     def make() -> Dict[str, Any]:
@@ -267,6 +269,10 @@ def assert_same_values(values: Dict[str, Any], expected: Dict[str, Any]) -> None
 
 
 # quick, on the simulated network
+
+
+def test_stages_keep_the_planned_weight_versions_and_no_more() -> None:
+    check_run(prepare_keys("mlp", method="pipedream", steps=6), Network(1, 2, DEADLINE))
 
 
 def test_a_recomputation_leaves_the_running_statistics() -> None:
