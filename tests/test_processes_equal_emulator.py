@@ -271,8 +271,10 @@ def assert_same_values(values: Dict[str, Any], expected: Dict[str, Any]) -> None
 # quick, on the simulated network
 
 
-def test_stages_keep_the_planned_weight_versions_and_no_more() -> None:
-    check_run(prepare_keys("mlp", method="pipedream", steps=6), Network(1, 2, DEADLINE))
+@pytest.mark.parametrize("method, count", [("pipedream", 1), ("pipedream_2bw", 2)])
+def test_stages_keep_the_planned_weight_versions_and_no_more(method: str, count: int) -> None:
+    prepared = prepare_keys("mlp", method=method, gradient_accumulation=count, steps=6)
+    check_run(prepared, Network(1, 2, DEADLINE))
 
 
 def test_a_recomputation_leaves_the_running_statistics() -> None:
