@@ -15,7 +15,7 @@ import torch
 
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.model.stages import partition
-from ipu_pipe.replay.replays import RandomizedReplays, order_updates
+from ipu_pipe.replay.replays import RandomizedReplays
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, resolve_method
@@ -24,7 +24,7 @@ from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups
 from tests.support import vectors
-from tools.experiments import reproduce, vector_grids, vector_runs
+from tools.experiments import reproduce, vector_grids
 from tools.experiments.history_delays import fit_exponent
 from tools.experiments.vector_runs import (
     Logistic,
@@ -67,76 +67,17 @@ def make_vector_module(objective: Union[Quadratic, Logistic]) -> Any:
     return vectors.Vector(D, P, l2).double(), loss
 
 
-def read_vector(model: Any) -> Any:
-    return torch.cat([p.detach() for p in model.parameters()]).numpy()
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_gradients_and_values_are_those_of_the_module(name: str) -> None:
-    objective, x = OBJECTIVES[name](), np.random.default_rng(0).normal(size=(D, 2))
-    model, loss = make_vector_module(objective)
-    rows, targets = get_samples(objective)
-    for g in range(2):
-        for block, values in zip(model.parameters(), np.split(x[:, g], P)):
-            block.data = torch.from_numpy(values.copy())
-        assert float(loss(model(rows), targets).detach()) == pytest.approx(
-            objective.compute_value(x)[g], rel=1e-13
-        )
-        for b in (0, objective.batches - 1):
-            part = slice(b * objective.batch_size, (b + 1) * objective.batch_size)
-            model.zero_grad()
-            loss(model(rows[part]), targets[part]).backward()
-            expected = np.concatenate([p.grad.numpy() for p in model.parameters()])
-            np.testing.assert_allclose(
-                objective.compute_gradient(x, b)[:, g], expected, rtol=1e-11, atol=1e-12
-            )
-            some = slice(6, 12)
-            np.testing.assert_allclose(
-                objective.compute_gradient(x, b, some)[:, g], expected[some], rtol=1e-11, atol=1e-12
-            )
-
-
-def test_data_are_drawn_as_in_the_paper() -> None:
-    rng = np.random.default_rng(3)
-    A = rng.normal(size=(30, 8))
-    quadratic = make_random_quadratic(30, 8, 5, 3)
-    assert (quadratic.A == A).all() and (quadratic.b == A @ rng.normal(size=8)).all()
-    assert quadratic.optimum == pytest.approx(0, abs=1e-25)
-    X = make_tridiagonal_quadratic(30, 8, 5, 3).A
-    matrix = 2.01 * np.eye(8) - np.eye(8, k=1) - np.eye(8, k=-1)
-    np.testing.assert_allclose(X.T @ X / 30, matrix, atol=1e-13)
-    rng = np.random.default_rng(3)
-    X, w = rng.normal(size=(30, 8)), rng.normal(size=8)
-    logistic = make_logistic_regression(30, 8, 1, 1e-2, 0.5, 3)
-    assert (logistic.X == X).all() and (
-        logistic.y == rng.binomial(1, 1 / (1 + np.exp(-(X @ w))))
-    ).all()
-
-
-def test_the_logistic_optimum_is_where_the_gradient_ends() -> None:
-    objective = make_logistic_regression(30, 8, 30, 1e-2, 0.0, 3)
-    x = np.zeros((8, 1))
-    for _ in range(20000):
-        x -= 0.5 * objective.compute_gradient(x, 0)
-    assert objective.optimum == pytest.approx(objective.compute_value(x)[0], rel=1e-13)
-
-
 # ---- against the emulator
 
 
 def emulate_vector(
-    objective: Union[Quadratic, Logistic],
-    method: Method,
-    rate: float,
-    source: Any = None,
-    R: int = 1,
-) -> Any:
+    objective: Union[Quadratic, Logistic], method: Method, rate: float, source: Any, R: int
+) -> Tuple[Any, float]:
+    """Return the weights that the emulator trains, and the value of the module's loss."""
     model, loss = make_vector_module(objective)
     rows, targets = get_samples(objective)
     part = partition(model, rows[:2])
-    assert len(part) == P
-    schedule = make_schedule(method, P, M, R)
-    table = VersionTable(schedule, method)
+    table = VersionTable(make_schedule(method, P, M, R), method)
     optimizer = torch.optim.SGD(make_groups(model, part), lr=rate)
     rules = UpdateRules(choose_rules({}, method, table.rule_lag(), 1), optimizer, lambda k: rate)
     work = Work(loss, table, rules, replays=source, block_updates=1 if source is None else P)
@@ -154,60 +95,39 @@ def emulate_vector(
     for _ in range((M if source is None else source.count) // R):
         emulator.step(batch())
     emulator.close()
-    return read_vector(model)
+    x = torch.cat([p.detach() for p in model.parameters()]).numpy()
+    return x, float(loss(model(rows), targets).detach())
 
 
-def assert_curve_ends_at(
-    curve: vector_runs.Curve, expected: Callable[[float], Any], objective: Any
+@pytest.mark.parametrize("name, kind, args, R", [
+    ("logistic", "pipedream", {}, 1),
+    ("quadratic", "randomized_pipedream", {}, 1),
+    ("tridiagonal", "randomized_pipedream", {"delay_bound": 3}, 1),
+    ("tridiagonal", "local_sgd", {"replicas": 3, "local_steps": 4}, 3),
+])  # fmt: skip
+def test_curves_end_at_the_emulators_weights(
+    name: str, kind: str, args: Dict[str, Any], R: int
 ) -> None:
+    objective, source = OBJECTIVES[name](), None
+    if kind == "pipedream":
+        curve = run_pipedream(objective, P, M, RATES, 0)
+    elif kind == "local_sgd":
+        curve = run_local_sgd(objective, P, R, 4, M, RATES, 0)
+    else:
+        source = make_randomized_source(P, M, objective.batches, args, 2)
+        other = make_randomized_source(P, M, objective.batches, {"delay_bound": 1}, 2)
+        # sources of one seed draw the same stages and microbatches, whatever their bound
+        assert (source.list_stages(0, P * M) == other.list_stages(0, P * M)).all()
+        assert (source.list_microbatches(0, P * M) == other.list_microbatches(0, P * M)).all()
+        curve, beside = run_randomized(objective, [source, other], RATES, 0)
+        assert (curve.x != beside.x).any()
     for g, rate in enumerate(RATES):
-        np.testing.assert_allclose(
-            curve.x[:, g], expected(float(rate)), rtol=0, atol=1e-12 * np.abs(curve.x).max()
-        )
-    assert curve.values[-1] == pytest.approx(objective.compute_value(curve.x), rel=1e-12)
-    start = objective.compute_value(np.zeros((D, 2)))
-    assert curve.values[0] == pytest.approx(start, rel=1e-12) and (curve.values[-1] < start).all()
+        x, value = emulate_vector(objective, resolve_method(kind, args), float(rate), source, R)
+        np.testing.assert_allclose(curve.x[:, g], x, rtol=0, atol=1e-12 * np.abs(curve.x).max())
+        assert curve.values[-1, g] == pytest.approx(value, rel=1e-12) and value < curve.values[0, g]
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_pipedream_is_the_emulators(name: str) -> None:
-    objective = OBJECTIVES[name]()
-    curve = run_pipedream(objective, P, M, RATES, 0)
-    assert_curve_ends_at(
-        curve, lambda rate: emulate_vector(objective, resolve_method("pipedream"), rate), objective
-    )
-    assert curve.slots[-1] == 2 * M + 2 * (P - 1) and curve.updates[-1] == M * P
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("args", [{}, {"delay_bound": 3}], ids=["uniform", "bounded"])
-def test_randomized_pipedream_is_the_emulators(name: str, args: Dict[str, Any]) -> None:
-    objective = OBJECTIVES[name]()
-    other = {**args, "delay_bound": 1}
-    sources = [
-        make_randomized_source(P, M, objective.batches, bounds, 2) for bounds in (other, args)
-    ]
-    curves = run_randomized(objective, sources, RATES, 0)
-    method = resolve_method("randomized_pipedream", args)
-    assert_curve_ends_at(
-        curves[1], lambda rate: emulate_vector(objective, method, rate, sources[1]), objective
-    )
-    assert (curves[0].x != curves[1].x).any()
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_local_sgd_is_the_emulators(name: str) -> None:
-    objective, R = OBJECTIVES[name](), 3
-    curve = run_local_sgd(objective, P, R, 4, M, RATES, 0)
-    method = resolve_method("local_sgd", {"replicas": R, "local_steps": 4})
-    assert_curve_ends_at(
-        curve, lambda rate: emulate_vector(objective, method, rate, R=R), objective
-    )
-    assert curve.updates[-1] == 30 * P
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("R", [None, 3], ids=["pipedream", "local_sgd"])
+@pytest.mark.parametrize("name, R", [("logistic", None), ("quadratic", 3)])
 def test_curves_have_the_iterates_of_the_stages_after_each_slot(
     name: str, R: Optional[int]
 ) -> None:
@@ -252,163 +172,89 @@ def test_curves_have_the_iterates_of_the_stages_after_each_slot(
 def test_values_of_the_authors_published_code() -> None:
     """Compare with what the authors' methods returned for seed 0, called as in their notebooks: the objective after a number
     of slots (PipeDream; LocalSGD: the mean of the replicas) or block updates (randomized PipeDream, their generator's draws)."""
-    quadratic, tridiagonal = (
-        make_random_quadratic(2000, 512, 100),
-        make_tridiagonal_quadratic(600, 512, 5),
-    )
-    close = functools.partial(pytest.approx, rel=1e-11)
-    curve = run_pipedream(quadratic, 8, 400, np.array([2.0**-5, 2.0**-4]), 0, points=407)
-    expected = [260.410252989068, 51.65256495358787, 0.1649435659795526, 0.0021442438122028402]
-    assert curve.values[[0, 25, 200, 407], 0] == close(expected)
-    assert curve.values[[25, 407], 1] == pytest.approx(
-        [22.47061724078415, 2.3816447882299122e-07], rel=1e-9
-    )
+    quadratic = make_random_quadratic(2000, 512, 100)
+    tridiagonal = make_tridiagonal_quadratic(600, 512, 5)
+    close = functools.partial(pytest.approx, rel=1e-9)
+    curve = run_pipedream(quadratic, 8, 400, np.array([2.0**-4]), 0, points=407)
+    assert curve.values[[25, 407], 0] == close([22.47061724078415, 2.3816447882299122e-07])
     curve = run_pipedream(tridiagonal, 16, 600, np.array([2.0**-8]), 0, points=1230)
     # the last but one is the final value that their notebook prints, 2.731247
-    expected = [273.9050266456838, 9.582606549150354, 2.7312466865983396, 2.7315207102129646]
-    assert curve.values[[100, 600, 1229, 1230], 0] == close(expected)
-    curve = run_local_sgd(
-        tridiagonal, 16, 16, 5, 600, np.array([2.0**-7, 2.0**-5]), 0, 1230, points=1230
-    )
-    # a round's end, and within the seventh round; 22.50372 printed
-    expected = [244.8599703015795, 27.553067611191715, 22.503717536385402, 22.661175306408982]
-    assert curve.values[[190, 1140, 1229, 1230], 1] == close(expected)
-    assert curve.values[-1, 0] == close(122.87405925731679)
+    assert curve.values[[100, 1229], 0] == close([273.9050266456838, 2.7312466865983396])
+    rates = np.array([2.0**-5])
+    curve = run_local_sgd(tridiagonal, 16, 16, 5, 600, rates, 0, 1230, points=1230)
+    # within the seventh round, and the end of the run; 22.50372 printed
+    assert curve.values[[1140, 1229], 0] == close([27.553067611191715, 22.503717536385402])
     source = _draw_as_the_authors(make_randomized_source(8, 400, 20, {"delay_bound": 60}, 0), 60)
     (curve,) = run_randomized(quadratic, [source], np.array([2.0**-4, 2.0**-3]), 0, points=400)
-    assert curve.values[[1, 100], 1] == close([216.73481170367154, 0.5259148269859678])
-    assert curve.values[-1] == pytest.approx(
-        [2.3027479369931104e-06, 7.466453426083742e-08], rel=1e-9
-    )
+    assert curve.values[100, 1] == close(0.5259148269859678)
+    assert curve.values[-1, 1] == close(7.466453426083742e-08)
 
 
 def test_noisy_values_of_the_authors_published_code() -> None:
     """Check logistic regression on f itself, with noise that each run draws from the beginning."""
     objective = make_logistic_regression(50, 512, 1, 1e-4, 0.5)
     assert objective.optimum == pytest.approx(0.0005370302581, rel=1e-9)
-    curve = run_pipedream(objective, 8, 1583, np.array([2.0**-12, 2.0**-6]), 0)
-    assert curve.values[-1] == pytest.approx([0.24542295976386225, 0.010176086714725155], rel=1e-11)
+    curve = run_pipedream(objective, 8, 1583, np.array([2.0**-6]), 0)
+    assert curve.values[-1, 0] == pytest.approx(0.010176086714725155, rel=1e-11)
     curve = run_local_sgd(objective, 8, 8, 5, 1352, np.array([2.0**-4]), 0)
     assert curve.values[-1, 0] == pytest.approx(0.008308065849363638, rel=1e-11)
 
 
-def _draw_as_the_authors(source: RandomizedReplays, bound: int) -> RandomizedReplays:
+def _draw_as_the_authors(source: RandomizedReplays, bound: int) -> Any:
     """Return the source with draws from one generator: stage, microbatch and delays of each iteration in turn."""
-    rng = np.random.default_rng(0)
-    draws = []
+    rng, drawn, stages = np.random.default_rng(0), [], source.stages
     for k in range(source.count):
-        stage, microbatch = (
-            rng.integers(0, source.stages),
-            rng.integers(0, source.count // source.stages),
-        )
-        draws.append((stage, microbatch, *rng.integers(0, min(bound, k) + 1, size=source.stages)))
-    stage, microbatch, *delays = np.array(draws).T
-    source.list_stages = lambda first, last: stage[first:last]  # type: ignore[method-assign]
-    source.list_microbatches = lambda first, last: microbatch[first:last]  # type: ignore[method-assign]
-    source.list_delays = lambda first, last: np.stack(delays)[:, first:last]  # type: ignore[method-assign]
-    return source
-
-
-def test_plain_replays_that_copy_their_history_agree() -> None:
-    objective = make_random_quadratic(40, D, 5, 1)
-    source = make_randomized_source(P, M, objective.batches, {"delay_bound": 11}, 2)
-    (curve,) = run_randomized(objective, [source], RATES, 0)
-    for replay in vectors.PLAIN.values():
-        for g, rate in enumerate(RATES):
-            x = replay(objective, source, 11, float(rate), source.count)
-            assert np.abs(x - curve.x[:, g]).max() <= 1e-12 * np.abs(x).max()
+        stage, microbatch = rng.integers(0, stages), rng.integers(0, source.count // stages)
+        drawn.append((stage, microbatch, *rng.integers(0, min(bound, k) + 1, size=stages)))
+    stage, microbatch, *delays = np.array(drawn).T
+    double: Any = source
+    double.list_stages = lambda first, last: stage[first:last]
+    double.list_microbatches = lambda first, last: microbatch[first:last]
+    double.list_delays = lambda first, last: np.stack(delays)[:, first:last]
+    return double
 
 
 def test_noise_is_drawn_block_update_by_block_update() -> None:
     """With PipeDream's own order and delays randomized PipeDream equals PipeDream, noise included."""
     objective = make_logistic_regression(20, D, 2, 1e-2, 0.5, 1)
-    exact = make_randomized_source(
-        P, M, objective.batches, {"order": "schedule", "delays": "schedule"}, 0
-    )
+    own = {"order": "schedule", "delays": "schedule"}
+    exact = make_randomized_source(P, M, objective.batches, own, 0)
     pipedream = run_pipedream(objective, P, M, RATES, 7)
     (randomized,) = run_randomized(objective, [exact], RATES, 7)
     np.testing.assert_allclose(randomized.x, pipedream.x, rtol=0, atol=1e-13)
     assert np.abs(run_pipedream(objective, P, M, RATES, 8).x - pipedream.x).max() > 1e-3
-    schedule = make_schedule(resolve_method("pipedream"), P, M, 1)
-    size = D // P
-    noise = np.random.default_rng(7).normal(size=(P * M, size))
-    stage, microbatch = order_updates(schedule)
-    noise_by_pass = vector_runs.draw_noise_by_pass(objective, schedule, size, 7)
-    assert noise_by_pass is not None
-    for k in (0, 5, 60, P * M - 1):
-        assert (noise_by_pass[stage[k], microbatch[k], :, 0] == 0.5 * noise[k]).all()
-
-
-def test_budgets_in_slots() -> None:
-    assert [vector_runs.count_microbatches(slots, 16) for slots in (830, 1230, 2078, 2077)] == [
-        400,
-        600,
-        1024,
-        1024,
-    ]
-    assert vector_runs.count_local_sgd_microbatches(2078, 16, 16, 5) == 874
-    for K in (1, 4, 30):
-        jobs = vector_runs.count_local_sgd_microbatches(830, 16, 16, K)
-        method = resolve_method("local_sgd", {"local_steps": K})
-        lengths = [make_schedule(method, 16, m, 16).slot_count for m in (jobs - 1, jobs)]
-        assert lengths[0] < 830 <= lengths[1]
 
 
 # ---- results
 
 
-def make_step_run(label: str, step: float, last: float) -> vector_grids.StepRun:
-    return vector_grids.StepRun(label, "pipedream", {}, step, [(0, 0, 9.0), (1, 2, last)])
-
-
 def test_the_best_step_of_each_row_is_reported_with_the_papers_claim(tmp_path: Path) -> None:
-    claims = [
-        vector_grids.compare_pairs(f"{a} is better than {b}", [(a, b)])
-        for a, b in ("AB", "BA", "CA")
-    ]
-    grid = vector_grids.VectorGrid(
-        "tiny",
-        "Tiny",
-        "nobody",
-        "small",
-        lambda seed: make_random_quadratic(40, D, 5, seed),
-        [],
-        claims,
-    )
+    claims = [vector_grids.compare_pairs(f"{a} is better than {b}", [(a, b)]) for a, b in ("AB", "BA", "CA")]  # fmt: skip
+    make: Any = lambda seed: make_random_quadratic(40, D, 5, seed)  # noqa: E731
+    grid = vector_grids.VectorGrid("tiny", "Tiny", "nobody", "small", make, [], claims)
+
+    def list_step_runs(*finals: Tuple[str, float, float]) -> List[vector_grids.StepRun]:
+        return [
+            vector_grids.StepRun(label, "pipedream", {}, step, [(0, 0, 9.0), (1, 2, last)])
+            for label, step, last in finals
+        ]
+
     runs = {
-        0: [
-            make_step_run("A", 0.5, 1.0),
-            make_step_run("A", 0.25, 2.0),
-            make_step_run("B", 0.5, np.inf),
-            make_step_run("B", 0.25, 4.0),
-        ],
-        1: [
-            make_step_run("A", 0.5, 3.0),
-            make_step_run("A", 0.25, 2.0),
-            make_step_run("B", 0.5, np.inf),
-            make_step_run("B", 0.25, 5.0),
-        ],
-        2: [make_step_run("A", 0.5, 1.5), make_step_run("B", 0.25, 4.5)],
+        0: list_step_runs(("A", 0.5, 1.0), ("A", 0.25, 2.0), ("B", 0.5, np.inf), ("B", 0.25, 4.0)),
+        1: list_step_runs(("A", 0.5, 3.0), ("A", 0.25, 2.0), ("B", 0.5, np.inf), ("B", 0.25, 5.0)),
+        2: list_step_runs(("A", 0.5, 1.5), ("B", 0.25, 4.5)),
     }
     outcome = grid.make_experiment().report(vector_grids.compare(grid, runs), tmp_path)
     outcome.write(tmp_path)
-    results = outcome.results
-    a, b = results["rows"]
+    a, b = outcome.results["rows"]
     assert (a["final"], a["final_by_seed"]) == (1.5, {"0": 1.0, "1": 2.0, "2": 1.5})
     assert a["step_by_seed"] == {"0": 0.5, "1": 0.25, "2": 0.5}
     assert (b["final"], b["stable_steps"], b["slots"]) == (4.5, [0.25], 2)
-    assert [verdict["verdict"] for verdict in results["verdicts"]] == [
-        "shown",
-        "contradicted",
-        "not run",
-    ]
-    assert results["agrees"] is False and len(results["differences"]) == 2
+    verdicts = [verdict["verdict"] for verdict in outcome.results["verdicts"]]
+    assert verdicts == ["shown", "contradicted", "not run"] and not outcome.results["agrees"]
     assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["step"] == 0.5
-    assert (
-        "| A | 2^-1, 2^-2, 2^-1 | 1.5 +- 0.5 | 1, 2, 1.5 | 1 | 2 |"
-        in (tmp_path / "table.md").read_text()
-    )
-    assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+    row = "| A | 2^-1, 2^-2, 2^-1 | 1.5 +- 0.5 | 1, 2, 1.5 | 1 | 2 |"
+    assert row in (tmp_path / "table.md").read_text() and (tmp_path / "curves.png").exists()
 
 
 def test_the_step_grids_are_listed_and_the_quadratic_runs(
@@ -425,21 +271,20 @@ def test_the_step_grids_are_listed_and_the_quadratic_runs(
 
 def test_staleness_and_nothing_else_makes_more_stages_worse() -> None:
     """On eight stages randomized PipeDream without delays is better by far, at the same draws and updates."""
-    grid = vector_grids.VECTOR_GRIDS["staleness_quadratic"]
-    rows = vector_grids.list_staleness_rows(8, 100, vector_grids.make_powers(-6, -1))
     small = dataclasses.replace(
-        grid, rows=rows, make_objective=lambda seed: make_random_quadratic(200, 64, 20, seed)
+        vector_grids.VECTOR_GRIDS["staleness_quadratic"],
+        rows=vector_grids.list_staleness_rows(8, 100, vector_grids.make_powers(-6, -1)),
+        make_objective=lambda seed: make_random_quadratic(200, 64, 20, seed),
     )
     best = vector_grids.find_best_runs({0: vector_grids.run_seed(small, 0)})
     finals = {label: by_seed[0].final for label, by_seed in best.items()}
     assert finals["RPD without delays P=8"] < 0.5 * min(finals["RPD P=8"], finals["PipeDream P=8"])
-    # the slope of a line through the logarithms by doublings: each doubling of the stages costs a decade, or half a one
-    factors = {"A": 1, "B": 0.5}
-    grown = {
-        f"{row} P={P}": float(P) ** (factors[row] * math.log2(10))
-        for row in factors
-        for P in (2, 4, 8)
-    }
+
+
+def test_growth_is_the_slope_of_a_line_through_the_logarithms() -> None:
+    """A decade a doubling of the stages, and half a decade."""
+    factors = {"A": math.log2(10), "B": 0.5 * math.log2(10)}
+    grown = {f"{row} P={P}": float(P) ** factors[row] for row in factors for P in (2, 4, 8)}
     assert vector_grids.claim_growth_by_delay("A", "B", (2, 4, 8)).gap(grown) == pytest.approx(0.5)
 
 
@@ -447,42 +292,23 @@ def test_a_curve_tracks_another_by_their_mean_distance() -> None:
     """A curve that crosses another one is not close to it, although both end at the same value. Their points differ."""
 
     def make_curve(*points: Tuple[int, float]) -> vector_grids.StepRun:
-        return vector_grids.StepRun(
-            "", "", {}, 1.0, [(update, 0, value) for update, value in points]
-        )
+        return vector_grids.StepRun("", "", {}, 1.0, [(update, 0, value) for update, value in points])  # fmt: skip
 
-    level = make_curve((0, 1.0), (240, 1.0))
-    assert vector_grids.compute_distance(
-        level, make_curve((0, 10.0), (120, 10.0), (240, 10.0))
-    ) == pytest.approx(1.0)
-    crossing = make_curve((0, 0.01), (120, 1.0), (240, 100.0))
+    level, crossing = (
+        make_curve((0, 1.0), (240, 1.0)),
+        make_curve((0, 0.01), (120, 1.0), (240, 100.0)),
+    )
     assert vector_grids.compute_distance(crossing, level) == pytest.approx(1.0, rel=0.01)
     claim = vector_grids.claim_tracking("RPD 60", "PipeDream")
     for distance, verdict in ((0.2, "shown"), (0.4, "contradicted")):
-        assert (
-            judge(claim, {"RPD 60 from PipeDream": dict.fromkeys(range(3), distance)}).verdict
-            == verdict
-        )
+        measured = {"RPD 60 from PipeDream": dict.fromkeys(range(3), distance)}
+        assert judge(claim, measured).verdict == verdict
 
 
-def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+def test_delay_statistics_and_their_fit(tmp_path: Path, capsys: Any) -> None:
     reproduce.main(["rpd_delays", "--json", "--out", str(tmp_path)])
     results = json.loads(capsys.readouterr().out)
     by_stages = {row["args"]["stages"]: row for row in results["rows"]}
-    assert (
-        sorted(by_stages) == list(range(2, 41)) and results["agrees"] and not results["differences"]
-    )
+    assert sorted(by_stages) == list(range(2, 41)) and results["agrees"]
     assert [by_stages[8][key] for key in ("least", "mean", "greatest")] == [3, 31.5, 60]
-    assert all(
-        (tmp_path / "rpd_delays" / name).stat().st_size > 10_000
-        for name in ("delays.png", "timelines.png")
-    )
     assert fit_exponent([2, 4, 8], [12, 48, 192]) == pytest.approx(2)
-
-
-def test_other_sources_draw_the_same_stages_whatever_their_bound() -> None:
-    sources: List[RandomizedReplays] = [
-        make_randomized_source(8, 50, 20, {"delay_bound": b}, 3) for b in (0, 420)
-    ]
-    assert (sources[0].list_stages(0, 400) == sources[1].list_stages(0, 400)).all()
-    assert (sources[0].list_microbatches(0, 400) == sources[1].list_microbatches(0, 400)).all()

@@ -79,20 +79,18 @@ class Mixing(nn.Module):
         return self.b(h).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-MODELS: Dict[str, Any] = {"forces": lambda: make_force_model(), "detached": Mixing}
-
-
 def make_force_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), Forces())
 
 
+MODELS: Dict[str, Any] = {"forces": make_force_model, "detached": Mixing}
+
+
 # name -> method, microbatches, stages, arguments
 CASES: Dict[str, Tuple[str, int, List[str], Dict[str, Any]]] = {
-    "gpipe": ("gpipe", 2, ["b"], {}),
     "pipedream": ("pipedream", 1, ["b"], {}),
     "recompute": ("pipemare", 2, ["b"], {"method_args": {"recompute": {"segments": 1}}}),
     "zbv": ("zbv", 4, ["a", "b", "c"], {}),
-    "local_greedy": ("local_greedy", 1, ["b"], {}),
     "local_overlapping": ("local_overlapping", 1, ["b"], {}),
     "forces": ("gpipe", 2, ["2"], {}),
     "detached": ("gpipe", 1, ["b"], {}),
@@ -114,25 +112,21 @@ def draw_words(name: str, k: int, count: int) -> List[Tuple[Any, Any]]:
     return batch
 
 
-def train_case(name: str, **backend: Any) -> Tuple[Any, List[float]]:
-    """Return the trained weights, None on other ranks than 0, and the losses."""
-    method, count, stages, settings = CASES[name]
+def make_training(name: str) -> Tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """Return the model of a case, its optimizer and its loss."""
     torch.manual_seed(0)
     model = MODELS.get(name, Reader)()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loss = nn.functional.mse_loss if name == "forces" else LOSS
-    pipe = ipu_pipe.Pipeline(
-        model,
-        loss,
-        optimizer,
-        method,
-        stages=stages,
-        microbatches=count,
-        **settings,
-        **backend,
-        # Story: `whole_model` of a traced pipeline on processes ended in a KeyError
-        trace=name == "gpipe",
-    )
+    return model, optimizer, nn.functional.mse_loss if name == "forces" else LOSS
+
+
+def train_case(name: str, **backend: Any) -> Tuple[Any, List[float]]:
+    """Return the trained weights, None on other ranks than 0, and the losses."""
+    method, count, stages, settings = CASES[name]
+    model, optimizer, loss = make_training(name)
+    # Story: `whole_model` of a traced pipeline on processes ended in a KeyError
+    keys = {"stages": stages, "microbatches": count, "trace": name == "zbv", **settings, **backend}
+    pipe = ipu_pipe.Pipeline(model, loss, optimizer, method, **keys)
     losses = []
     with pipe:
         for k in range(UPDATES):
@@ -158,13 +152,11 @@ def compare_kinds(rank: int, folder: Path) -> None:
 
 
 def train_forces_plainly() -> Dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    model = make_force_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer, loss = make_training("forces")
     for k in range(UPDATES):
         optimizer.zero_grad()
         for x, y in draw_words("forces", k, 2):
-            (nn.functional.mse_loss(model(x), y) / 2).backward()
+            (loss(model(x), y) / 2).backward()
         optimizer.step()
     return model.state_dict()
 
@@ -182,11 +174,9 @@ def test_processes_train_other_lengths_as_the_emulator(tmp_path: Path) -> None:
 
 
 def pass_unknown_words(rank: int, folder: Path) -> None:
-    torch.manual_seed(0)
-    model = Reader()
+    model, optimizer, loss = make_training("gpipe")
     pipe = ipu_pipe.Pipeline(
-        model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), "gpipe", stages=["b"], microbatches=1,
-        backend="distributed", backend_args={"deadline": 60},
+        model, loss, optimizer, "gpipe", stages=["b"], microbatches=1, backend="distributed", backend_args={"deadline": 60}
     )  # fmt: skip
     ids = torch.zeros(2, 3, dtype=torch.long)
     pipe.step(ids, ids)

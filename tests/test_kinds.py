@@ -1,11 +1,11 @@
-"""Test arguments of a wrong type from Python: one line names each, and nothing is written."""
+"""Test arguments of a wrong type from Python, and wrong labels: one line names each, and nothing is written."""
 
 from __future__ import annotations
 
 import functools
 import re
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ipu_pipe
+from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput
+from ipu_pipe.model.loss import LabelRange, find_label_range
+from ipu_pipe.pipeline.build import set_up
 from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import build_for_planning
 from tests.support.runs import list_faults
@@ -48,6 +51,10 @@ def make_two_stage_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), ipu_pipe.begin_stage(nn.Linear(8, 4)))
 
 
+def make_loaders() -> Any:
+    return ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32))
+
+
 def divide_by_zero(*arguments: Any) -> Any:
     return 1 / 0
 
@@ -60,7 +67,6 @@ WRONG: Dict[
     "model: missing: must be given": {"model": None},
     "data: a DataLoader: must be a DataSource": {"data": DataLoader(SET, 8)},
     "loss: 3: must be a function of outputs and labels": {"loss": 3},
-    "loss: the class CrossEntropyLoss: must be a function": {"loss": nn.CrossEntropyLoss},
     "loss: Weighted: weight: no optimizer would train": {
         "loss": Weighted(nn.Parameter(torch.ones(1)))
     },
@@ -86,7 +92,6 @@ WRONG: Dict[
         )
     },
     "metrics: a str: must be a list": {"metrics": "accuracy"},  # story: a line a letter
-    "metrics: 3: must be letters": {"metrics": {3: divide_by_zero}},
     # story: reported only by the first evaluation, when the folder existed already
     r"metrics: mse: outputs \(32, 4\) and labels \(32,\): must be tensors of one shape": {
         "metrics": ["mse"]
@@ -99,6 +104,8 @@ WRONG: Dict[
     "callbacks: Misnamed.on_epoch_end: ": {"callbacks": [Misnamed()]},
     "overwrite: True: cannot be combined with resume": {"overwrite": True, "resume": True},
     "--resume-from: 3: .* contains no run": {"resume_from": 3},
+    "--out: .*must name a folder": {"out": ""},
+    "--out: 3: .*must name a folder": {"out": 3},
 }
 
 
@@ -106,33 +113,23 @@ WRONG: Dict[
 def test_arguments_of_a_wrong_type_are_reported_before_anything_is_written(
     line: str, tmp_path: Path
 ) -> None:
-    data, loss = (
-        ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)),
-        nn.functional.cross_entropy,
-    )
     usual = {
         "config": ipu_pipe.configure(**SHORT),
         "model": make_two_stage_model(),
-        "data": data,
-        "loss": loss,
+        "data": make_loaders(),
+        "loss": nn.functional.cross_entropy,
     }
-    (fault,) = list_faults(
-        ipu_pipe.train, out=tmp_path / "run", quiet=True, **{**usual, **WRONG[line]}
-    )
+    given = {"out": tmp_path / "run", **usual, **WRONG[line]}
+    (fault,) = list_faults(ipu_pipe.train, quiet=True, **given)
     assert re.match(line, fault) and not (tmp_path / "run").exists()
 
 
 def test_early_stopping_reports_each_wrong_argument() -> None:
     faults = list_faults(ipu_pipe.EarlyStopping, 3, mode="up", patience="x", min_delta=-1.0)
-    begins = (
-        "metric: 3: ",
-        "mode: up: must be 'min' or 'max'",
-        "patience: x: ",
-        "min_delta: -1.0: must be greater than or equal to 0",
-    )
-    assert len(faults) == 4 and all(
-        fault.startswith(f"EarlyStopping: {begin}") for fault, begin in zip(faults, begins)
-    )
+    keys = ("metric: 3", "mode: up", "patience: x", "min_delta: -1.0")
+    assert [fault.rpartition(": ")[0] for fault in faults] == [
+        f"EarlyStopping: {key}" for key in keys
+    ]
 
 
 def test_a_dry_run_reports_callbacks_that_cannot_be_built() -> None:
@@ -148,54 +145,29 @@ def test_a_dry_run_reports_callbacks_that_cannot_be_built() -> None:
     assert keys == [f"callbacks.{ends}.afte", f"callbacks.{ends}.after", "callbacks"]
 
 
-@pytest.mark.parametrize(
-    "line, arguments",
-    [
-        ("data: train: 3: must be a DataLoader, or another iterable of batches", (3,)),
-        ("data: train: None: must be a DataLoader", (None,)),
-        ("data: train: a Tensor: must be a DataLoader", (X,)),
-        (
-            "data: train: a TensorDataset: gives samples, not batches: must be a DataLoader of it",
-            (SET,),
-        ),
-        ("data: test: a str: must be a DataLoader", ([], "digits")),
-        ("data: validation: 5: must be a DataLoader", ([], [], 0, None, (), 5)),
-        ("data: labels: 3: must be their name", ([], None, 0, 3)),
-    ],
-)
+@pytest.mark.parametrize("line, arguments", [
+    ("data: train: 3: must be a DataLoader, or another iterable of batches", (3,)),
+    ("data: train: a Tensor: must be a DataLoader", (X,)),
+    ("data: train: a TensorDataset: gives samples, not batches: must be a DataLoader of it", (SET,)),
+    ("data: test: a str: must be a DataLoader", ([], "digits")),
+    ("data: validation: 5: must be a DataLoader", ([], [], 0, None, (), 5)),
+    ("data: labels: 3: must be their name", ([], None, 0, 3)),
+])  # fmt: skip
 def test_a_loader_that_gives_no_batches_is_refused(line: str, arguments: Any) -> None:
     """Story: the fault for a TensorDataset took the features of a sample for a batch."""
     (fault,) = list_faults(ipu_pipe.from_loader, *arguments)
     assert fault.startswith(line)
 
 
-@pytest.mark.parametrize("out", ["", None, 3])
-def test_a_folder_without_a_name_is_refused(out: Any) -> None:
-    with pytest.raises(BadInput, match="--out: .*must name a folder"):
-        ipu_pipe.train(
-            ipu_pipe.configure(**SHORT),
-            out,
-            model=make_two_stage_model(),
-            data=ipu_pipe.from_loader(DataLoader(SET, 8)),
-        )
-
-
-def test_a_loss_may_have_weights_of_the_model_and_frozen_weights(tmp_path: Path) -> None:
-    net = make_two_stage_model()
-    for number, weight in enumerate(
-        (net[0].bias, nn.Parameter(torch.ones(1), requires_grad=False))
-    ):  # type: ignore[index]
-        how = {
-            "model": net,
-            "data": ipu_pipe.from_loader(DataLoader(SET, 8)),
-            "loss": Weighted(weight),
-        }
-        assert (
-            ipu_pipe.train(ipu_pipe.configure(**SHORT), tmp_path / str(number), quiet=True, **how)[
-                "steps"
-            ]
-            == 2
-        )
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_loss_may_have_weights_of_the_model_and_frozen_weights(
+    is_own: bool, tmp_path: Path
+) -> None:
+    net: Any = make_two_stage_model()
+    weight = net[0].bias if is_own else nn.Parameter(torch.ones(1), requires_grad=False)
+    how = {"model": net, "data": make_loaders(), "loss": Weighted(weight)}
+    report = ipu_pipe.train(ipu_pipe.configure(**SHORT), tmp_path / "run", quiet=True, **how)
+    assert report["steps"] == 2
 
 
 def test_the_trial_of_metrics_uses_test_data_and_draws_no_random_number(tmp_path: Path) -> None:
@@ -225,9 +197,7 @@ def test_the_trial_of_metrics_uses_test_data_and_draws_no_random_number(tmp_path
     assert calls == [(20, False), (20, False), (12, False), (20, False), (12, False)]
 
 
-def test_metrics_get_labels_whatever_the_loss_takes_and_leave_the_model(
-    tmp_path: Path,
-) -> None:
+def test_metrics_get_labels_whatever_the_loss_takes_and_leave_the_model() -> None:
     class Counts(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls = getattr(self, "calls", 0) + 1
@@ -237,37 +207,21 @@ def test_metrics_get_labels_whatever_the_loss_takes_and_leave_the_model(
         return nn.functional.cross_entropy(output, y)
 
     net = nn.Sequential(Counts(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    metrics = {"labels": lambda output, y: y.dim()}
+    seen: List[int] = []
+    metrics: Any = {"labels": lambda output, y: seen.append(y.dim()) or 1.0}
     config = ipu_pipe.configure(**SHORT, stages=["2"])
-    how = {
-        "model": net,
-        "data": ipu_pipe.from_loader(DataLoader(SET, 8), DataLoader(SET, 32)),
-        "loss": loss,
-    }
-    job = build(config, metrics=metrics, **how)  # type: ignore[arg-type]
-    assert job.metrics[0].name == "labels" and not hasattr(net[0], "calls")
-    assert (
-        ipu_pipe.train(config, tmp_path / "run", quiet=True, metrics=metrics, **how)["final"][
-            "test_labels"
-        ]
-        == 1.0
-    )  # type: ignore[arg-type]
+    build(config, metrics=metrics, model=net, data=make_loaders(), loss=loss)
+    assert seen == [1] and not hasattr(net[0], "calls")
 
 
-@pytest.mark.parametrize(
-    "words, arguments",
-    [
-        ("model: 3: must be a torch.nn.Module, or the folder", (3, X)),
-        ("model: the class Linear: must be", (nn.Linear, X)),
-        ("nowhere: no such folder or file", ("nowhere", X)),
-        # story: a value for the whole batch was an IndexError
-        (
-            "data: a dict: must be a DataSource, a loader, or tensors of one length",
-            (make_two_stage_model(), {"x": X, "scale": torch.tensor(2.0)}),
-        ),
-        ("data: inputs: is of type ndarray: must be a tensor", (make_two_stage_model(), X.numpy())),
-    ],
-)
+@pytest.mark.parametrize("words, arguments", [
+    ("model: 3: must be a torch.nn.Module, or the folder", (3, X)),
+    ("nowhere: no such folder or file", ("nowhere", X)),
+    # story: a value for the whole batch was an IndexError
+    ("data: a dict: must be a DataSource, a loader, or tensors of one length",
+     (make_two_stage_model(), {"x": X, "scale": torch.tensor(2.0)})),
+    ("data: inputs: is of type ndarray: must be a tensor", (make_two_stage_model(), X.numpy())),
+])  # fmt: skip
 def test_predict_reports_arguments_of_a_wrong_type(words: str, arguments: Any) -> None:
     (fault,) = list_faults(ipu_pipe.predict, *arguments)
     assert words in fault
@@ -297,3 +251,63 @@ def test_a_refused_loss_leaves_the_callers_model_as_it_was(tmp_path: Path) -> No
         ipu_pipe.train(config, tmp_path / "run", model=mine, data=ipu_pipe.from_loader(DataLoader(SET, 8)),
                        loss=Weighted(nn.Parameter(torch.ones(1))))  # fmt: skip
     assert all(torch.equal(a, b) for a, b in zip(before, mine.parameters()))
+
+
+# ---- labels: wrong ones are reported before a GPU's kernel meets them
+
+OUTPUT, LABELS = torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("loss, output, y, expected", [
+    (nn.functional.cross_entropy, OUTPUT, LABELS, LabelRange(5)),
+    (nn.CrossEntropyLoss(ignore_index=7), torch.zeros(3, 5, 2), torch.zeros(3, 2, dtype=torch.int64), LabelRange(5, 7)),
+    (nn.functional.cross_entropy, OUTPUT, torch.zeros(3, 5), None),  # shares of each class
+    (nn.functional.mse_loss, OUTPUT, LABELS, None),
+])  # fmt: skip
+def test_cross_entropy_allows_the_models_classes(
+    loss: Any, output: Any, y: Any, expected: Any
+) -> None:
+    assert find_label_range(loss, output, y) == expected
+
+
+def describe_labels(wrong: int = 2) -> Any:
+    """Return arguments of a run of three classes, whose first microbatch has this label."""
+    y = torch.tensor([0, 0, 0, 0, 0, wrong, 0, 0])
+    data = TensorData((torch.randn(8, 4), y), (torch.randn(2, 4), y[:2]))
+    return ipu_pipe.configure(micro_batch_size=8, steps=1), nn.Linear(4, 3), data
+
+
+@pytest.mark.parametrize("wrong", [3, -1])
+def test_a_wrong_label_of_the_first_microbatch_is_reported_with_the_classes(wrong: int) -> None:
+    (fault,) = list_faults(build, *describe_labels(wrong))
+    assert fault == f"data: label {wrong}: the model gives 3 classes: must be from 0 to 2"
+    build(*describe_labels(-100))  # which the loss leaves out
+
+
+def test_labels_of_later_microbatches_are_checked_on_the_host() -> None:
+    job = build(*describe_labels())
+    job.device = torch.device("cuda")  # which this test must not need
+    with pytest.raises(BadInput, match="data: label 9: the model gives 3 classes"):
+        job.move_to_device(torch.zeros(1, 4), torch.tensor([9]))
+    setup = set_up(*describe_labels())
+    assert setup.label_range is None  # nothing is known of the model yet
+
+
+def test_the_check_synchronizes_with_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA kernel reports an error only when the host synchronizes."""
+
+    class Faulty(torch.Tensor):
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+    def fail() -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return output.mean().as_subclass(Faulty)
+
+    with pytest.raises(
+        BadInput, match="model: it fails on a microbatch .* device-side assert triggered"
+    ):
+        build(*describe_labels(), loss)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.emulator.replay import Emulator
-from ipu_pipe.errors import BadInput
 from ipu_pipe.model.stages import partition
 from ipu_pipe.replay.replays import ReplayPlan, ReplayWindow, TableReplays, Views
 from ipu_pipe.replay.weights import OverwritingStore, SwappingStore
@@ -25,7 +24,7 @@ from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups
 from tests.literal_replay import LiteralStage
 from tests.staged_models import MODELS, draw_microbatches, join_stages
-from tests.support.runs import list_faults
+from tests.support.runs import assert_same, list_faults
 from tests.test_asynchrony import iterate_to_next_update
 
 SGD = functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=1e-3)
@@ -128,9 +127,7 @@ def emulate_replays(modules: List[nn.Module], source: ListedReplays, data: list)
 
 @pytest.mark.parametrize("model, stashes, every, count", [
     ("mlp", False, 1, 530),  # more than one window
-    ("mlp", True, 3, 90),
-    ("residual", True, 1, 60),
-    ("residual", False, 3, 60),
+    ("residual", True, 3, 60),
 ])  # fmt: skip
 def test_updates_of_single_stages_are_those_of_the_literal_replay(
     model: str, stashes: bool, every: int, count: int
@@ -141,10 +138,7 @@ def test_updates_of_single_stages_are_those_of_the_literal_replay(
     replays = draw_replays(len(modules), count, 7, stashes, every)
     emulator = emulate_replays(modules, ListedReplays(replays, 7, stashes), data)
     replay_in_plain_torch(twin, replays, data)
-    for ours, theirs in zip(
-        join_stages(modules).state_dict().values(), join_stages(twin).state_dict().values()
-    ):
-        assert torch.equal(ours, theirs)
+    assert_same(join_stages(modules).state_dict(), join_stages(twin).state_dict())
     assert [int(p.item()) for p in emulator._plan.count_updates(len(replays) - 1)] == [
         sum(s in r.updates for r in replays[:-1]) for s in range(len(modules))
     ]
@@ -207,29 +201,23 @@ def test_a_planned_order_reads_within_its_reach() -> None:
 def test_a_version_older_than_the_source_stated_is_refused() -> None:
     late = [StatedReplay(m, [max(m - 2, 0)], [m], [0]) for m in range(9)]
     assert make_replay_plan(late, reach=2).replay(0).microbatch == 0
-    with pytest.raises(
-        BadInput,
-        match="^replay 2: forward of microbatch 2, stage 0: version 0: must be from 1 to 2",
-    ):
-        make_replay_plan(late, reach=1).replay(0)
+    (fault,) = list_faults(lambda: make_replay_plan(late, reach=1).replay(0))
+    assert fault.startswith(
+        "replay 2: forward of microbatch 2, stage 0: version 0: must be from 1 to 2"
+    )
 
 
-@pytest.mark.parametrize("replicas, own", [([0], [0]), ([0, 1, 2], [0, 1, 2]), ([2], [2])])
+@pytest.mark.parametrize("own", [[0], [0, 1, 2], [2]])
 def test_a_schedules_replays_take_turns_by_replica_and_update_when_a_batch_is_full(
-    replicas: List[int], own: List[int]
+    own: List[int],
 ) -> None:
     method = resolve_method("pipemare")
     table = VersionTable(make_schedule(method, 3, 1300, 2), method)
-    source = TableReplays(table, replicas)
-    window, width = source.window(1, source.count), len(own)
-    expected = [
-        (i // width, own[i % width], (i // width + 1) % 2 == 0 and i % width == width - 1)
-        for i in range(source.count)
-    ]
-    result = zip(
-        window.microbatch.tolist(), window.replica.tolist(), window.updates.all(axis=0).tolist()
-    )
-    assert list(result) == expected[1 : source.count]
-    columns = [m for m, _, _ in expected[1 : source.count]]
+    source, width = TableReplays(table, own), len(own)
+    window = source.window(1, source.count)
+    numbers = np.arange(1, source.count)
+    columns, turn = numbers // width, numbers % width
+    assert (window.microbatch == columns).all() and (window.replica == np.array(own)[turn]).all()
+    assert (window.updates == ((columns + 1) % 2 == 0) & (turn == width - 1)).all()
     assert (window.forward == table.forward(0, 1300)[:, columns]).all()
     assert source.count_updates(7 * 2 * width).tolist() == [7, 7, 7]

@@ -9,13 +9,11 @@ import argparse
 import faulthandler
 import os
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import List, Tuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-REPORTED = 80  # blocks of seeds, about a thousand seeds, after which the count is printed
 LONGEST = 900  # seconds of a case, after which something waits outside of the network
 
 
@@ -36,28 +34,17 @@ def run_block_of_seeds(seeds: Tuple[int, ...]) -> List[str]:
 def main() -> int:
     """Run the seeds that the arguments name."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000)
-    parser.add_argument("--start", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2)
+    for name, usual in {"--seeds": 1000, "--start": 0, "--jobs": 2}.items():
+        parser.add_argument(name, type=int, default=usual)
     arguments = parser.parse_args()
     from tests.simulation.ranks import split_by_case
 
-    blocks, begin, failed = (
-        split_by_case(range(arguments.start, arguments.start + arguments.seeds)),
-        time.monotonic(),
-        0,
-    )
+    blocks = split_by_case(range(arguments.start, arguments.start + arguments.seeds))
+    done = failed = 0
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        for number, failures in enumerate(pool.map(run_block_of_seeds, blocks)):
-            for failure in failures:
-                print(failure, flush=True)
-            failed += len(failures)
-            if number % REPORTED == 0 or number == len(blocks) - 1:
-                seeds = blocks[number][-1] + 1 - arguments.start
-                print(
-                    f"{seeds - failed} of {seeds} seeds passed in {time.monotonic() - begin:.0f} s",
-                    flush=True,
-                )
+        for block, failures in zip(blocks, pool.map(run_block_of_seeds, blocks)):
+            done, failed = done + len(block), failed + len(failures)
+            print(*failures, f"{done - failed} of {done} seeds passed", sep="\n", flush=True)
     return int(failed > 0)
 
 

@@ -8,7 +8,7 @@ import functools
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import torch
 from torch import nn
@@ -16,41 +16,83 @@ from torch import nn
 from ipu_pipe.backends.interface import CheckpointState, Report
 from ipu_pipe.backends.ranks import run_on_main
 from ipu_pipe.config.load import configure
-from ipu_pipe.config.schema import Config
 from ipu_pipe.data.sources import TensorData
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.job.record import PlannedJob
-from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.run.build import build
-from ipu_pipe.schedule.methods import METHODS
+from ipu_pipe.schedule.methods import METHODS, resolve_method
+from tests.staged_models import (
+    MODELS,
+    TIED,
+    SkippingModel,
+    join_stages,
+    make_checkpointed_stages,
+    make_redrawing_stages,
+    make_repeating_model,
+)
 from tests.support.flows import evaluate_on_test_set
+from tests.test_rules import ROWS as RULES
 
-WIDTH, CLASSES = 4, 3
 DEADLINE = 300.0  # virtual seconds
+SAMPLES, SIZE = 512, 2  # of the data, and of a microbatch
 FILES = {  # of rows, and their microbatches
     "reversed.csv": 2,  # backwards in the reversed order of their forwards
     "handed_over.csv": 3,  # several activations and gradients wait at once, in another order, for the next stage of their rank
 }
-WHOLE = [
-    name
-    for name, row in METHODS.items()
-    if row.is_pipeline and row.rounds is None and row.history is None and row.order is None
-]
-LOCAL = [name for name, row in METHODS.items() if row.structure is not None]
-BY_DEVICE = [name for name, row in METHODS.items() if row.order is not None and name != "rows"]
-VARIANTS: Dict[str, List[Dict[str, Any]]] = {
-    "pipemare": [
-        {"t1": {"anneal_updates": 4}, "t2": {"decay": 0.1}},
-        {"recompute": {"segments": 2}},
-        {"stash": True},
-    ],
-    "pipelined_backprop": [
-        {"weight_prediction": {"form": "velocity", "scale": 1.0}},
-        {"schedule": "1f1b"},
-    ],
-    "pipedream": [{"schedule": "dataflow"}, {"stash": False}],
-}
+
+
+def list_settings() -> List[Dict[str, Any]]:
+    """Return keys of configs: each method that processes run, its variants, and the update rules
+    whose delays are the pipeline's own."""
+    others = ("randomized_pipedream", "rows", "local_chunked", "last_layers")
+    names = [name for name in METHODS if name not in others]
+    settings: List[Dict[str, Any]] = [{"method": name} for name in names]
+    for file, count in FILES.items():
+        args = {"file": str(Path(__file__).with_name(file))}
+        settings.append({"method": "rows", "method_args": args, "gradient_accumulation": count})
+    split, two = {"split_backward": True}, {"stages_per_device": 2}
+    for name in ("pipedream", "pipelined_backprop"):
+        settings += [{"method": name, "method_args": split}, {"method": name, **two}]
+        settings.append({"method": name, "method_args": split, **two})
+    variants: List[Any] = [
+        ("pipedream", {**split, "activation_limit": 2}),
+        ("pipedream", {"schedule": "1f1b_capped"}),
+        ("pipedream", {"schedule": "dataflow"}),
+        ("pipedream", {"stash": False}),
+        ("pipemare", {"stash": True}),
+        ("local_chunked", {"blocks": 2}),
+        ("last_layers", {"layers": 1}),
+        ("local_sgd", {"replicas": 3, "local_steps": 2}),
+        ("local_sgd", {"replicas": 2, "local_steps": 4, "outer": {"mix": 0.25}}),
+        ("local_sgd", {"replicas": 3, "local_steps": 4, "outer": {"fragments": 2, "delay": 1, "mix": 0.5}}),
+        ("local_sgd", {"replicas": 3, "local_steps": 4, "outer": {"fragments": "per_stage", "offset": 1}}),
+    ]  # fmt: skip
+    rows = [row for row in RULES.values() if not resolve_method(row.method, row.args).delay]
+    variants += [
+        (row.method, {**row.args, **({"warmup": row.switch} if row.switch else {})}) for row in rows
+    ]
+    return settings + [{"method": name, "method_args": args} for name, args in variants]
+
+
+SETTINGS = list_settings()
+
+MAKERS: Dict[str, Callable[[], List[nn.Module]]] = {
+    **MODELS,
+    **TIED,
+    "checkpointed": make_checkpointed_stages,
+    "redrawing": make_redrawing_stages,
+    "deep": lambda: [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(8)] + [nn.Linear(12, 4)],
+}  # fmt: skip
+NAMES = [*MAKERS, "skipping", "skipping-frozen", "twice", *3 * ["deep"]]
+
+
+def make_simulated_model(name: str) -> nn.Module:
+    """Return a model of `tests/staged_models.py`, or a deep one, with the same weights each time."""
+    torch.manual_seed(3)
+    if name.startswith("skipping"):
+        return SkippingModel(trains_scale=name == "skipping")
+    return make_repeating_model() if name == "twice" else join_stages(MAKERS[name]())
 
 
 @dataclass(frozen=True)
@@ -59,7 +101,6 @@ class Case:
     stopping is requested; `through_channels`: messages use groups of nccl."""
 
     model: str
-    layers: int
     devices: int
     keys: Dict[str, Any]
     stop_after: Optional[int] = None
@@ -81,165 +122,71 @@ class Result(NamedTuple):
     report: Optional[Report] = None
 
 
-def draw_case(rng: random.Random) -> Case:
-    """Return a random case, which may be refused: not every method supports every key."""
-    devices = rng.choice((2, 2, 2, 3, 3, 4))
-    model = rng.choice(("mlp", "mlp", "tied", "norm", "dropout", "skipping"))
-    family = rng.choice(
-        (
-            "whole",
-            "whole",
-            "by device",
-            "by device",
-            "virtual",
-            "virtual",
-            "local",
-            "local_sgd",
-            "rows",
-        )
-    )
-    stages = devices * rng.choice((1, 1, 1, 2)) + rng.choice((0, 0, 0, 1))
-    keys: Dict[str, Any] = {}
-    if family == "whole":
-        keys["method"] = rng.choice(WHOLE)
-        keys["method_args"] = rng.choice([{}, *VARIANTS.get(keys["method"], [])])
-    elif family == "by device":
-        keys["method"] = rng.choice(BY_DEVICE)
-        order = METHODS[keys["method"]].order
-        assert order is not None
-        per_device = order.stages_per_device if order.fixed else rng.choice((1, 2))
-        stages = devices * per_device
-        if not order.fixed:
-            keys["stages_per_device"] = per_device
-    elif family == "virtual":
-        devices, per_device = rng.choice((2, 2, 2, 3)), rng.choice((1, 2))
-        keys.update(
-            method=rng.choice(("pipedream", "pipelined_backprop")), stages_per_device=per_device
-        )
-        if per_device == 1 or rng.random() < 0.5:
-            keys["method_args"] = {"split_backward": True}
-        stages = per_device * devices
-    elif family == "rows":
-        file = rng.choice(list(FILES))
-        keys.update(method="rows", method_args={"file": str(Path(__file__).with_name(file))})
-        devices, stages, model = 2, 4, rng.choice((model, "skipping"))
-    elif family == "local":
-        keys["method"], stages = rng.choice(LOCAL), devices
-        model = rng.choice(("mlp", "norm", "dropout"))
-        if keys["method"] == "local_chunked":
-            keys["method_args"] = {"blocks": devices}
-    else:
-        keys.update(
-            method="local_sgd",
-            method_args={"replicas": rng.choice((2, 3)), "local_steps": rng.choice((1, 2))},
-        )
-        stages = min(stages, 4)
-    row = METHODS[keys["method"]]
-    accumulate = rng.choice((1, 1, 2, 3)) if row.order is None else devices * rng.choice((1, 1, 2))
-    if family == "rows":
-        accumulate = FILES[file]
-    if keys["method"] == "pipedream_2bw":
-        accumulate = max(accumulate, stages)
-    if family == "virtual":
-        accumulate = rng.choice((1, 2))
-    keys["gradient_accumulation"] = (
-        1 if family == "local_sgd" or keys["method"] == "naive" else accumulate
-    )
-    if rng.random() < 0.25 and devices < 4 and family != "local_sgd":
-        keys["replicas"] = 2
-    if rng.random() < 0.3 and family in ("whole", "by device", "virtual"):
-        keys["clip"] = {
-            "norm": 0.3,
-            "scope": rng.choice(("stage", "global" if row.flushes else "delayed_global")),
-        }
-    keys["optimizer"] = rng.choice((
-        {"name": "adamw", "lr": 0.01, "weight_decay": 0.01}, *2 * ({"name": "sgd", "lr": 0.05, "momentum": 0.9},)
-    ))  # fmt: skip
+def draw_case(number: int, rng: random.Random) -> Case:
+    """Return a case of a setting, drawn otherwise. It may be refused: not every method supports
+    every key."""
+    keys = copy.deepcopy(SETTINGS[number % len(SETTINGS)])
+    method, row, args = keys["method"], METHODS[keys["method"]], keys.setdefault("method_args", {})
+    replicas = 2 if rng.random() < 0.25 and row.rounds is None else 1
+    devices = rng.choice((2, 2, 3, 4)) if replicas == 1 else rng.choice((1, 2))
+    if "activation_limit" in args:
+        # on one device ranks train other weights than the emulator: a fault that is reported
+        devices = max(devices, 2)
+    per_device = keys.get("stages_per_device") or rng.choice((1, 1, 2))
+    if row.order is not None and not row.order.fixed and method != "rows":
+        keys["stages_per_device"] = per_device
+    elif row.order is not None:
+        devices, per_device = (2, 2) if method == "rows" else (devices, row.order.stages_per_device)
+    elif row.structure is not None:
+        per_device = 1
+    stages = keys["stages"] = devices * per_device
+    count = rng.choice((1, 1, 2, 4)) if row.order is None else devices * rng.choice((1, 2))
+    if row.rounds is not None or method == "naive":
+        count = 1
+    elif method == "pipedream_2bw":
+        count = max(count, stages)
+    count = keys.setdefault("gradient_accumulation", count)
+    if "warmup" in args:
+        args["warmup"] = {"epochs": args["warmup"] * count * replicas * SIZE / SAMPLES}
+    local_steps = args.get("local_steps", 1)
     # a few more than fill the pipeline where it never drains
-    updates = (
-        rng.randint(2, 3)
-        if row.flushes
-        else max(2, min(stages + rng.randint(0, 2), 5) // accumulate)
+    steps = (
+        rng.randint(2, 3) if row.flushes else max(3, min(stages + rng.randint(1, 4), 7) // count)
     )
-    keys["steps"] = 2 * keys["method_args"]["local_steps"] if family == "local_sgd" else updates
-    keys["stages"] = stages
-    keys["micro_batch_size"] = 2 if model == "norm" else rng.choice((1, 2))
+    keys["steps"] = 2 * local_steps if row.rounds is not None else steps
+    stop_after = None
+    if rng.random() < 0.3:
+        keys["steps"] += local_steps
+        stop_after = rng.randint(1, keys["steps"] - 2)
+    if rng.random() < 0.3 and row.is_pipeline:
+        scopes = ("stage", "global" if row.flushes else "delayed_global")
+        keys["clip"] = {"norm": 0.3, "scope": rng.choice(scopes)}
+    sgd = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+    keys["optimizer"] = rng.choice((sgd, sgd, {"name": "adamw", "lr": 0.01, "weight_decay": 0.01}))
+    keys["precision"] = rng.choice(("float32", "float32", "float64", "bfloat16_mixed"))
     keys["evaluate"] = {"steps": 2} if rng.random() < 0.15 else {"every": 0}
     if rng.random() < 0.2:
         keys["checkpoint"] = {"every": rng.choice((1, 2))}
-    stop_after = None
-    if rng.random() < 0.4:
-        keys["steps"] += 1 if family != "local_sgd" else int(keys["method_args"]["local_steps"])
-        stop_after = rng.randint(1, keys["steps"] - 2)
-    layers = stages + rng.choice((0, 1)) if model != "tied" else max(stages, 4)
-    through_channels = rng.random() < 0.25
-    if "replicas" in keys:  # two, whose sum has one order
-        keys["reduction"] = rng.choice(("exact", "fast"))
-    return Case(model, layers, devices, keys, stop_after, through_channels)
-
-
-class SkippingModel(nn.Module):
-    """Model whose first activation skips stages."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [begin_stage(nn.Linear(WIDTH, WIDTH)) for _ in range(layers - 1)]
-        )
-        self.head = begin_stage(nn.Linear(WIDTH, CLASSES))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute logits (B, CLASSES) of x (B, WIDTH)."""
-        first = x
-        for number, layer in enumerate(self.layers):
-            x = layer(x).tanh()
-            if number == 0:
-                first = x
-        return self.head(x + first)  # type: ignore[no-any-return]
-
-
-def make_simulated_model(name: str, count: int) -> nn.Module:
-    """Return a small model, with the same weights each time."""
-    torch.manual_seed(7)
-    if name == "skipping":
-        return SkippingModel(count)
-    layers: List[nn.Module] = []
-    for number in range(count - 1):
-        linear = nn.Linear(WIDTH, WIDTH)
-        if name == "tied" and number in (count - 3, count - 2):
-            linear.weight = layers[0][0].weight  # type: ignore[index]
-        extra = {"norm": nn.BatchNorm1d(WIDTH), "dropout": nn.Dropout(0.25)}.get(name)
-        layers.append(nn.Sequential(*[m for m in (linear, extra, nn.Tanh()) if m is not None]))
-    return nn.Sequential(
-        *[begin_stage(layer) for layer in layers], begin_stage(nn.Linear(WIDTH, CLASSES))
-    )
+    if replicas == 2:  # a sum of two has one order
+        keys.update(replicas=2, reduction=rng.choice(("exact", "fast")))
+    return Case(rng.choice(NAMES), devices, keys, stop_after, rng.random() < 0.25)
 
 
 @functools.lru_cache(maxsize=1)
 def make_simulated_data() -> TensorData:
     """Return random samples, the same each time."""
     generator = torch.Generator().manual_seed(5)
-    x, y = (
-        torch.randn(512, WIDTH, generator=generator),
-        torch.randint(0, CLASSES, (512,), generator=generator),
-    )
+    x = torch.randn(SAMPLES, 12, generator=generator)
+    y = torch.randint(0, 4, (SAMPLES,), generator=generator)
     return TensorData((x, y), (x[:4], y[:4]), 0)
-
-
-def make_case_config(case: Case, backend: str) -> Config:
-    """Return a case's config."""
-    backend_keys = {"name": backend, **({"deadline": DEADLINE} if backend == "distributed" else {})}
-    log = {"trace": None, "tensorboard": False}
-    return configure(**{"log": log, **case.keys, "backend": backend_keys})
 
 
 def build_job(case: Case, backend: str = "distributed") -> PlannedJob:
     """Return the job of a rank, or of the emulator."""
-    return build(
-        make_case_config(case, backend),
-        make_simulated_model(case.model, case.layers),
-        make_simulated_data(),
-    )
+    settings = {"name": backend, **({"deadline": DEADLINE} if backend == "distributed" else {})}
+    log = {"trace": None, "tensorboard": False}
+    config = configure(log=log, micro_batch_size=SIZE, backend=settings, **case.keys)
+    return build(config, make_simulated_model(case.model), make_simulated_data())
 
 
 def train_job(flow: Flow, job: PlannedJob, case: Case) -> Result:
@@ -257,13 +204,13 @@ def train_job(flow: Flow, job: PlannedJob, case: Case) -> Result:
         if flow.given < job.updates and evaluates:
             result.evaluations.append(evaluate_on_test_set(engine, job))
         if flow.given < job.updates and saves:
-            result.states.append(copy_state(engine.collect_state()))
+            result.states.append(copy.deepcopy(engine.collect_state()))
         if case.stop_after is not None and flow.given < end:
             end = min(end, run_on_main(lambda: find_stopping_end(flow, case)))
     result.losses.extend(step.loss for _, step in flow.drain())
     if job.config.evaluate.steps:
         result.evaluations.append(evaluate_on_test_set(engine, job))
-    result.states.append(copy_state(engine.collect_state()))
+    result.states.append(copy.deepcopy(engine.collect_state()))
     return result
 
 
@@ -273,11 +220,6 @@ def find_stopping_end(flow: Flow, case: Case) -> int:
     if flow.left < (case.stop_after or 0):
         return flow.given + 10**6
     return flow.given if flow.is_empty else flow.find_end(flow.left - 1)
-
-
-def copy_state(state: Optional[CheckpointState]) -> Optional[CheckpointState]:
-    """Return a state that training no longer changes."""
-    return copy.deepcopy(state)
 
 
 def run_on_emulator(case: Case) -> Result:

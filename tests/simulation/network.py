@@ -25,7 +25,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import (
+from typing import (  # fmt: skip
     Any,
     Callable,
     Deque,
@@ -49,16 +49,11 @@ CLOSED = "Connection closed by peer"
 UNITS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)  # seconds, of which a seed draws the scale of its delays
 LONGEST = 20  # deadlines after which a run must have ended
 HELD_BACK = 0.8  # share of the deadline by which a message may be late without a fault
-REPLACED = "isend irecv send recv all_gather all_reduce barrier all_gather_object gather_object broadcast_object_list".split()
-REPLACED += [
-    "get_rank",
-    "get_world_size",
-    "get_process_group_ranks",
-    "is_initialized",
+OWN = "isend irecv send recv all_gather all_reduce barrier all_gather_object gather_object broadcast_object_list".split()
+OWN += [
     "new_group",
     "destroy_process_group",
-]
-REPLACED += ["is_nccl_available"]
+]  # methods of the network that replace torch's functions
 POISON = -77  # in a buffer of integers that nothing has come into
 
 
@@ -204,11 +199,16 @@ class Store:
 
     def add(self, key: str, number: int) -> int:
         """Add to a counter and return it."""
-        return self._request(f"add {key}", lambda: self._add(key, number))
+
+        def count() -> int:
+            self._counts[key] = self._counts.get(key, 0) + number
+            return self._counts[key]
+
+        return self._request(f"add {key}", count)
 
     def set(self, key: str, value: str) -> None:
         """Set a value without waiting for the store."""
-        self._send(f"set {key}", lambda: self._values.update({key: value}), Completion())
+        self._send(f"set {key}", lambda: self._values.update({key: value}))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all of these keys are set."""
@@ -222,33 +222,25 @@ class Store:
         """Delete a key and return whether it was set."""
         return self._request(f"delete {key}", lambda: self._values.pop(key, None) is not None)
 
-    def _add(self, key: str, number: int) -> int:
-        self._counts[key] = self._counts.get(key, 0) + number
-        return self._counts[key]
-
     def _request(self, what: str, act: Callable[[], Any]) -> Any:
         answer: List[Any] = []
-        done = Completion()
-        self._send(what, lambda: answer.append(act()), done)
-        self._network.wait(
-            done, f"the store's answer to {what}", self._network.current.limit, TimeoutError
-        )
+        done, limit = self._send(what, lambda: answer.append(act())), self._network.current.limit
+        self._network.wait(done, f"the store's answer to {what}", limit, TimeoutError)
         return answer[0]
 
-    def _send(self, what: str, act: Callable[[], None], done: Completion) -> None:
-        network, keeper = self._network, self._network.ranks[0]
+    def _send(self, what: str, act: Callable[[], None]) -> Completion:
+        network, keeper, done = self._network, self._network.ranks[0], Completion()
         network.call(f"store.{what}")
 
         def arrive() -> None:
-            if not self.has_agent and keeper.is_stopped:
-                return
-            if not self.has_agent and keeper.outcome is not None:
+            if self.has_agent or (keeper.outcome is None and not keeper.is_stopped):
+                act()
+                network.complete_later([done])
+            elif not keeper.is_stopped:
                 network.complete(done, CLOSED)
-                return
-            act()
-            network.schedule(network.draw_delay(), lambda: network.complete(done))
 
         network.schedule(network.draw_delay(), arrive)
+        return done
 
 
 class Network:
@@ -308,13 +300,19 @@ class Network:
 
     def complete(self, what: Completion, error: Optional[str] = None) -> None:
         """Mark `what` as done, and resume the ranks that wait for it."""
-        if what.is_done:
-            return
-        what.is_done, what.error = True, error
-        for rank, token in what.waiting:
-            self.schedule(
-                self.draw_delay(), lambda rank=rank, token=token: self._resume(rank, token)
-            )
+        if not what.is_done:
+            what.is_done, what.error = True, error
+            for rank, token in what.waiting:
+                self._resume_later(self.draw_delay(), rank, token)
+
+    def complete_later(self, every: Sequence[Completion], error: Optional[str] = None) -> None:
+        """Mark each of them as done after a random time of its own."""
+        for what in every:
+            if not what.is_done:
+                self.schedule(self.draw_delay(), functools.partial(self.complete, what, error))
+
+    def _resume_later(self, seconds: float, rank: Rank, token: object) -> None:
+        self.schedule(seconds, lambda: self._resume(rank, token))
 
     def _resume(self, rank: Rank, token: object) -> Optional[Rank]:
         return rank if rank.token is token and not rank.is_stopped else None
@@ -346,7 +344,7 @@ class Network:
         rank = self.current
         rank.token = token = object()
         rank.waits_for = "a moment to pass"
-        self.schedule(seconds, lambda: self._resume(rank, token))
+        self._resume_later(seconds, rank, token)
         self._switch()
 
     def wait(
@@ -418,12 +416,8 @@ class Network:
         return None
 
     def _describe_waits(self, what: str) -> str:
-        lines = [
-            f"rank {rank.number} waits for {rank.waits_for}"
-            for rank in self.ranks
-            if rank.outcome is None
-        ]
-        return "\n  ".join([what, *lines])
+        left = [rank for rank in self.ranks if rank.outcome is None]
+        return "\n  ".join([what, *(f"rank {r.number} waits for {r.waits_for}" for r in left)])
 
     def break_rule(self, why: str) -> None:
         """End the run because of a broken rule; only the first is reported."""
@@ -435,33 +429,25 @@ class Network:
 
     def run(self, work: Callable[[int], Any]) -> List[Outcome]:
         """Call `work(rank)` on all ranks, and return their outcomes. Raise `BrokenRule`."""
-        threads = [
-            threading.Thread(target=self._run_rank, args=(rank, work), daemon=True)
-            for rank in self.ranks
-        ]
-        for thread, rank in zip(threads, self.ranks):
-            rank.token = token = object()
-            self.schedule(
-                self.draw_delay(), lambda rank=rank, token=token: self._resume(rank, token)
-            )
-            thread.start()
+        threads = []
+        for rank in self.ranks:
+            threads.append(threading.Thread(target=self._run_rank, args=(rank, work), daemon=True))
+            rank.token = object()
+            self._resume_later(self.draw_delay(), rank, rank.token)
+            threads[-1].start()
         due = self._find_next()
         if due is not None:
             self._hand_over(due)
             self._main.acquire()
         self._is_over = True
-        for thread, rank in zip(
-            threads, self.ranks
-        ):  # those that are stopped, or wait, end one by one
+        # those that are stopped, or wait, end one by one
+        for thread, rank in zip(threads, self.ranks):
             if thread.is_alive():
                 self.current = rank
                 rank.baton.release()
                 thread.join()
-        if (
-            not self._fault
-            and not any(rank.has_failed or rank.is_stopped for rank in self.ranks)
-            and self.lost_at < 0
-        ):
+        is_whole = self.lost_at < 0 and not any(r.has_failed or r.is_stopped for r in self.ranks)
+        if is_whole and not self._fault:
             self._refuse_left_over()
         if self._fault:
             raise BrokenRule(self._fault)
@@ -478,89 +464,68 @@ class Network:
         except BaseException as error:
             outcome = Outcome(None, error)
             rank.has_failed = True
-        outcome = outcome._replace(
-            seconds=self.now, place=sum(other.outcome is not None for other in self.ranks)
-        )
+        place = sum(other.outcome is not None for other in self.ranks)
+        outcome = outcome._replace(seconds=self.now, place=place)
         if self._is_over:
             if not rank.is_stopped:
                 rank.outcome = outcome
             return
         rank.outcome = outcome
-        if not rank.has_failed and outcome.result is not None and (self._is_pending(rank)):
-            self.break_rule(f"rank {rank.number} ended before {self._is_pending(rank)} was through")
+        pending = self._list_pending(rank)
+        if not rank.has_failed and outcome.result is not None and pending:
+            self.break_rule(f"rank {rank.number} ended before {pending} was through")
         self._close(rank)
         self._hand_over(self._find_next())
 
-    def _is_pending(self, rank: Rank) -> str:
-        posts = [
-            post for posts in (*self._sends.values(), *self._receives.values()) for post in posts
-        ]
-        posts += [post for pair in self._on_way for post in pair]
-        return ", ".join(
-            post.label for post in posts if post.rank is rank and not post.through.is_done
-        )
+    def _list_posts(self) -> List[Post]:
+        """List the messages that one side has posted."""
+        queues = (*self._sends.values(), *self._receives.values())
+        return [post for posts in queues for post in posts]
+
+    def _list_pending(self, rank: Rank) -> List[str]:
+        posts = [*self._list_posts(), *(post for pair in self._on_way for post in pair)]
+        return [post.label for post in posts if post.rank is rank and not post.through.is_done]
 
     def _close(self, rank: Rank) -> None:
         """Close the connections of a rank that has ended: operations that others wait for fail,
         or have just completed."""
+        failing: List[Completion] = []
         for send, receive in list(self._on_way):
             if rank in (send.rank, receive.rank) and self.random.random() < 0.5:
                 self._on_way.remove((send, receive))
-                self._fail_later([send.through, receive.through])
-        for queues in (self._sends, self._receives):
-            for posts in queues.values():
-                self._fail_later(
-                    [
-                        post.through
-                        for post in posts
-                        if rank.number in (post.rank.number, post.other)
-                    ]
-                )
+                failing += [send.through, receive.through]
+        posts = self._list_posts()
+        failing += [p.through for p in posts if rank.number in (p.rank.number, p.other)]
         for (group, _), collective in self._collectives.items():
             ranks = self._find_group(group).ranks
             # a rank that has ended well has sent all of its part
-            if rank.number in ranks and (
-                len(collective.values) < len(ranks)
-                or rank.has_failed
-                and self.random.random() < 0.5
-            ):
-                self._fail_later(list(collective.through.values()))
-        for _, channel in self._groups:
-            if rank.number in channel.ranks and channel.use is not None:
-                self._fail_later([channel.use])
-
-    def _fail_later(self, completions: Sequence[Completion]) -> None:
-        for completion in completions:
-            if not completion.is_done:
-                self.schedule(
-                    self.draw_delay(),
-                    lambda completion=completion: self.complete(completion, CLOSED),
-                )
+            is_open = len(collective.values) < len(ranks)
+            if rank.number in ranks and (is_open or (rank.has_failed and self.random.random() < 0.5)):  # fmt: skip
+                failing += collective.through.values()
+        channels = [group for _, group in self._groups if rank.number in group.ranks]
+        failing += [channel.use for channel in channels if channel.use is not None]
+        self.complete_later(failing, CLOSED)
 
     def _refuse_left_over(self) -> None:
-        for what, queues in (("nobody receives", self._sends), ("nobody sends", self._receives)):
-            for posts in queues.values():
-                for post in posts:
-                    self.break_rule(f"left over at the end: {post.label}, which {what}")
+        for post in self._list_posts():
+            self.break_rule(f"left over at the end: {post.label}, without its other side")
         for (group, _), collective in self._collectives.items():
             missing = {*self._find_group(group).ranks} - {*collective.values}
             if missing:
-                self.break_rule(
-                    f"left over at the end: {collective.kind} of a group, without ranks {missing}"
-                )
+                self.break_rule(f"left over at the end: {collective.kind}, without ranks {missing}")
 
     # ---- messages
 
     def isend(self, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
         """Send a tensor, which must not change until the operation is complete."""
-        return self._post("isend", self._sends, tensor, dst, group, tag)
+        return self._post("isend", tensor, dst, group, tag)
 
     def irecv(self, tensor: torch.Tensor, src: int, group: Any = None, tag: int = 0) -> Work:
         """Receive a message into a tensor, which must not be read or written until the operation
         is complete."""
         with torch.no_grad():
             tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)
-        return self._post("irecv", self._receives, tensor, src, group, tag)
+        return self._post("irecv", tensor, src, group, tag)
 
     def send(self, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
         """Send a tensor, and wait until the operation is complete."""
@@ -570,21 +535,11 @@ class Network:
         """Receive into a tensor."""
         self.irecv(tensor, src, group, tag).wait()
 
-    def _post(
-        self,
-        kind: str,
-        queues: Dict[Any, Deque[Post]],
-        tensor: torch.Tensor,
-        other: int,
-        group: Any,
-        tag: int,
-    ) -> Work:
-        label = (
-            f"{kind} between {self.current.number} and {other}, tag {tag}, {tuple(tensor.shape)}"
-        )
-        self.call(label)
+    def _post(self, kind: str, tensor: torch.Tensor, other: int, group: Any, tag: int) -> Work:
         rank, members = self.current, self._everyone if group is None else group
-        if other == rank.number or other not in members.ranks or rank.number not in members.ranks:
+        label = f"{kind} between {rank.number} and {other}, tag {tag}, {tuple(tensor.shape)}"
+        self.call(label)
+        if other == rank.number or not {other, rank.number} <= {*members.ranks}:
             self.break_rule(f"{label}: not in the group {members.ranks}")
         if not tensor.is_contiguous():
             self.break_rule(f"{label}: not contiguous")
@@ -594,10 +549,11 @@ class Network:
         if members.is_channel:
             self._wait_for_first_use(members)
         post = Post(rank, other, tensor, label, Completion())
-        pair = (rank.number, other) if queues is self._sends else (other, rank.number)
+        is_send = kind == "isend"
+        pair = (rank.number, other) if is_send else (other, rank.number)
         key = (id(members), *pair, tag)
-        queues.setdefault(key, deque()).append(post)
-        sends, receives = self._sends.get(key), self._receives.get(key)
+        sends, receives = self._sends.setdefault(key, deque()), self._receives.setdefault(key, deque())  # fmt: skip
+        (sends if is_send else receives).append(post)
         while sends and receives:
             self._carry(key, sends.popleft(), receives.popleft())
         return Work(self, post.through, label)
@@ -608,12 +564,8 @@ class Network:
         group.use = group.use or Completion()
         if len(group.touched) == len(group.ranks):
             self.complete(group.use)
-        self.wait(
-            group.use,
-            f"the first use of the channel of ranks {group.ranks}",
-            self.current.limit,
-            TimeoutError,
-        )
+        label = f"the first use of the channel of ranks {group.ranks}"
+        self.wait(group.use, label, self.current.limit, TimeoutError)
 
     def _carry(self, key: Any, send: Post, receive: Post) -> None:
         """Deliver a message after a random time, later than earlier ones of the same tag or
@@ -644,29 +596,9 @@ class Network:
         else:
             receive.tensor.detach().copy_(send.tensor)
             self.complete(receive.through)
-            self.schedule(self.draw_delay(), lambda: self.complete(send.through))
+            self.complete_later([send.through])
 
     # ---- groups and collectives
-
-    def get_rank(self, group: Any = None) -> int:
-        """Return the running rank."""
-        return self.current.number
-
-    def get_world_size(self, group: Any = None) -> int:
-        """Return the number of ranks of a group."""
-        return len((self._everyone if group is None else group).ranks)
-
-    def get_process_group_ranks(self, group: Any) -> List[int]:
-        """Return the ranks of a group."""
-        return list(group.ranks)
-
-    def is_initialized(self) -> bool:
-        """Return True: all ranks have joined."""
-        return True
-
-    def is_nccl_available(self) -> bool:
-        """Return True: channels may be used."""
-        return True
 
     def destroy_process_group(self) -> None:
         """Leave the process group."""
@@ -698,79 +630,62 @@ class Network:
         self._collected[number, rank.number] = index + 1
         collective = self._collectives.setdefault((number, index), Collective(kind))
         if collective.kind != kind:
-            self.break_rule(
-                f"rank {rank.number} calls {kind}, others {collective.kind} (number {index} of {members.ranks})"
-            )
+            self.break_rule(f"rank {rank.number} calls {kind}, others {collective.kind}")
         through = collective.through[rank.number] = Completion()
         collective.values[rank.number] = value
         if len(collective.values) == len(members.ranks):
-            for completion in collective.through.values():
-                self.schedule(
-                    self.draw_delay(), lambda completion=completion: self.complete(completion)
-                )
+            self.complete_later([*collective.through.values()])
         elif any(self.ranks[other].outcome is not None for other in members.ranks):
-            self._fail_later([through])
+            self.complete_later([through], CLOSED)
         return collective, through
 
     def _collect(
-        self,
-        kind: Tuple[Any, ...],
-        value: Any,
-        group: Optional[Group],
-        limit: Optional[float] = None,
+        self, kind: Tuple[Any, ...], value: Any, group: Any, limit: Optional[float] = None
     ) -> Dict[int, Any]:
+        """Return the values of all ranks of a group."""
         collective, through = self._begin(kind, value, group)
         self.wait(through, f"{kind} (here are {sorted(collective.values)})", limit or self.limit)
-        return collective.values
+        return {rank: collective.values[rank] for rank in sorted(collective.values)}
+
+    def _gather(
+        self, kind: str, tensor: torch.Tensor, group: Any, is_async: bool, put: Callable[[Any], Any]
+    ) -> Work:
+        """Hand the tensors of all ranks, of one shape and dtype, to `put`."""
+        content, shape = _to_bytes(tensor), (tuple(tensor.shape), tensor.dtype)
+        collective, through = self._begin((kind, *shape), tensor.clone(), group)
+
+        def finish() -> None:
+            if _to_bytes(tensor) != content:
+                self.break_rule(f"{kind}: a tensor changed before it was through")
+            put([collective.values[rank] for rank in sorted(collective.values)])
+
+        work = Work(self, through, f"{kind} (here are {sorted(collective.values)})", finish)
+        if not is_async:
+            work.wait()
+        return work
 
     def all_gather(
-        self,
-        tensors: List[torch.Tensor],
-        tensor: torch.Tensor,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Work:
-        """Gather the tensors of all ranks of a group, of one shape and dtype."""
-        content = _to_bytes(tensor)
-        collective, through = self._begin(
-            ("all_gather", tuple(tensor.shape), tensor.dtype), tensor.clone(), group
-        )
+        self, tensors: List[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Work:  # fmt: skip
+        """Gather the tensors of all ranks of a group."""
 
-        def finish() -> None:
-            if _to_bytes(tensor) != content:
-                self.break_rule("all_gather: a tensor changed before it was through")
-            for into, rank in zip(tensors, sorted(collective.values)):
-                into.copy_(collective.values[rank])
+        def put(values: List[torch.Tensor]) -> None:
+            for into, value in zip(tensors, values):
+                into.copy_(value)
 
-        work = Work(self, through, f"all_gather (here are {sorted(collective.values)})", finish)
-        if not async_op:
-            work.wait()
-        return work
+        return self._gather("all_gather", tensor, group, async_op, put)
 
     def all_reduce(
-        self,
-        tensor: torch.Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Work:
+        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Work:  # fmt: skip
         """Put the sum or the maximum over all ranks into a tensor: no other operation is used."""
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
-        content = _to_bytes(tensor)
-        collective, through = self._begin(
-            ("all_reduce", tuple(tensor.shape), tensor.dtype, str(op)), tensor.clone(), group
-        )
 
-        def finish() -> None:
-            if _to_bytes(tensor) != content:
-                self.break_rule("all_reduce: a tensor changed before it was through")
-            values = torch.stack([collective.values[rank] for rank in sorted(collective.values)])
-            tensor.copy_(values.sum(dim=0) if op == dist.ReduceOp.SUM else values.amax(dim=0))
+        def put(values: List[torch.Tensor]) -> None:
+            stacked = torch.stack(values)
+            tensor.copy_(stacked.sum(dim=0) if op == dist.ReduceOp.SUM else stacked.amax(dim=0))
 
-        work = Work(self, through, f"all_reduce (here are {sorted(collective.values)})", finish)
-        if not async_op:
-            work.wait()
-        return work
+        return self._gather(f"all_reduce {op}", tensor, group, async_op, put)
 
     def barrier(self, group: Any = None) -> None:
         """Wait for all ranks of a group."""
@@ -779,7 +694,7 @@ class Network:
     def all_gather_object(self, objects: List[Any], value: Any, group: Any = None) -> None:
         """Gather a value of each rank."""
         values = self._collect(("all_gather_object",), pickle.dumps(value), group)
-        objects[:] = [pickle.loads(values[rank]) for rank in sorted(values)]
+        objects[:] = map(pickle.loads, values.values())
 
     def gather_object(
         self, value: Any, objects: Optional[List[Any]] = None, dst: int = 0, group: Any = None
@@ -789,13 +704,12 @@ class Network:
         if (objects is not None) != (self.current.number == dst):
             self.break_rule("gather_object: a list of objects must be on the target alone")
         if objects is not None:
-            objects[:] = [pickle.loads(values[rank]) for rank in sorted(values)]
+            objects[:] = map(pickle.loads, values.values())
 
     def broadcast_object_list(self, objects: List[Any], src: int = 0, group: Any = None) -> None:
         """Copy the values of one rank to all."""
-        values = self._collect(
-            ("broadcast_object_list", src, len(objects)), pickle.dumps(objects), group
-        )
+        kind = ("broadcast_object_list", src, len(objects))
+        values = self._collect(kind, pickle.dumps(objects), group)
         objects[:] = pickle.loads(values[src])
 
     # ---- replacements of functions that the library calls
@@ -817,31 +731,25 @@ class Network:
             monotonic=lambda: self.now, perf_counter_ns=lambda: int(self.now * 1e9), sleep=self.sleep,
             perf_counter=lambda: self.now,
         )  # fmt: skip
-        launch = functools.partial(Launch, has_agent=self.store.has_agent)
+        doubles: Dict[str, Any] = {
+            "time": clock,
+            "answer_within": self.answer_within,
+            "read_launch": functools.partial(Launch, has_agent=self.store.has_agent),
+            "identify_clock": lambda: "one" if self.has_one_clock else str(self.current.number),
+        }
         places: List[Tuple[Any, str, Any]] = [
-            (dist, name, getattr(self, name)) for name in REPLACED
-        ]
-        places += [
+            *[(dist, name, getattr(self, name)) for name in OWN],
+            (dist, "get_rank", lambda group=None: self.current.number),
+            (dist, "get_world_size", lambda group=None: len((group or self._everyone).ranks)),
+            (dist, "get_process_group_ranks", lambda group: list(group.ranks)),
+            (dist, "is_initialized", lambda: True),
+            (dist, "is_nccl_available", lambda: True),
             (dist.distributed_c10d, "_get_default_store", lambda: self.store),
             (nccl, "_has_each_a_device", lambda kind: True),
         ]
         for name, module in list(sys.modules.items()):
             if name.startswith("ipu_pipe.backends.") and ".ipu" not in name:
-                for attribute, double in (
-                    ("time", clock),
-                    ("answer_within", self.answer_within),
-                    ("read_launch", launch),
-                ):
-                    if hasattr(module, attribute):
-                        places.append((module, attribute, double))
-                if hasattr(module, "identify_clock"):
-                    places.append(
-                        (
-                            module,
-                            "identify_clock",
-                            lambda: "one" if self.has_one_clock else str(self.current.number),
-                        )
-                    )
+                places += [(module, *double) for double in doubles.items() if hasattr(module, double[0])]  # fmt: skip
         before = [(module, name, getattr(module, name)) for module, name, _ in places]
         try:
             for module, name, double in places:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ipu_pipe.backends.interface import CheckpointState
 from ipu_pipe.backends.processes import engine as processes
-from ipu_pipe.backends.processes import launch
+from ipu_pipe.backends.processes import interpreter, launch
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import WARM_UP
 from ipu_pipe.backends.processes.nccl import make_channels
@@ -25,6 +25,7 @@ from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.record import PlannedJob
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.replay.run import Run
+from ipu_pipe.schedule.versions import count_weight_copies
 from tests.simulation.cases import (
     DEADLINE,
     Case,
@@ -36,7 +37,8 @@ from tests.simulation.cases import (
 )
 from tests.simulation.network import Loss, Network, Outcome, format_error
 
-SHARED = 12  # seeds of one case
+SHARED = 4  # seeds of one case
+CHUNK = 8  # actions: so that the row of a rank has several chunks
 SLACK = 60.0  # virtual seconds that ranks may go on after a loss before they wait for the lost one, and after its end is known
 
 
@@ -64,12 +66,18 @@ def prepare_case(case: Case) -> Prepared:
     return prepared
 
 
+def prepare_keys(model: str, **keys: Any) -> Prepared:
+    """Return a short run on two devices of one stage each, ready to run."""
+    usual: Dict[str, Any] = {"stages": 2, "gradient_accumulation": 1, "steps": 2, "evaluate": {"every": 0}}  # fmt: skip
+    return prepare_case(Case(model, 2, {**usual, "method_args": {}, **keys}))
+
+
 def prepare_number(number: int) -> Prepared:
     """Return case number `number`, ready to run."""
     rng = random.Random(number)
     for _ in range(50):
         with contextlib.suppress(BadInput):
-            return prepare_case(draw_case(rng))
+            return prepare_case(draw_case(number, rng))
     raise AssertionError(f"case {number}: no drawn case can be trained")
 
 
@@ -92,7 +100,10 @@ def train_on_network(prepared: Prepared, network: Network) -> List[Outcome]:
         return result
 
     channels = _make_channels if case.through_channels else lambda run, layout, tied: None
-    with network.install(), mock.patch.object(processes, "make_channels", channels):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(network.install())
+        stack.enter_context(mock.patch.object(processes, "make_channels", channels))
+        stack.enter_context(mock.patch.object(interpreter, "CHUNK", CHUNK))
         return network.run(work)
 
 
@@ -156,6 +167,7 @@ def check_run(prepared: Prepared, network: Network) -> None:
         raise AssertionError(f"rank {outcomes.index(first)}: {format_error(first.error)}")
     if network.lost_at < 0:
         _assert_same_result(outcomes[0].result, prepared.expected)
+        _assert_planned_versions(outcomes[0].result, prepared)
     elif network.loss is not None:
         _assert_loss_is_named(network, outcomes, network.loss)
 
@@ -179,6 +191,22 @@ def _assert_same_result(result: Result, expected: Result) -> None:
                 assert same, (
                     f"checkpoint {number}: {part}: {key}: {value}, of the emulator {two[key]}"
                 )
+
+
+def _assert_planned_versions(result: Result, prepared: Prepared) -> None:
+    """Assert that a stage keeps the weight versions of the plan: if no rule keeps other weights
+    beside them, and no pause is given on the way."""
+    job, keys = prepared.jobs[0], prepared.case.keys
+    has_pauses = "checkpoint" in keys or "steps" in keys["evaluate"] or prepared.case.stop_after
+    is_plain = job.method.is_pipeline and not (job.method.predicts or keys["method_args"])
+    if has_pauses or not is_plain or job.precision.masters is not None or result.report is None:
+        return
+    copies = count_weight_copies(job.table)
+    for stage, size in zip(job.partition.stages, result.report.version_bytes):
+        names = [*stage.parameters, *job.partition.list_replicas(stage.index)]
+        weights = [job.model.get_parameter(name) for name in names]
+        planned = sum(p.numel() * p.element_size() for p in weights) * (copies[stage.index] - 1)
+        assert size == planned, f"stage {stage.index}: {size} bytes of versions, planned {planned}"
 
 
 def _assert_loss_is_named(network: Network, outcomes: Sequence[Outcome], loss: Loss) -> None:
