@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.errors import BadInput
@@ -18,6 +19,8 @@ from ipu_pipe.hardware.precision import MIXED, resolve_precision
 from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.replay.replays import Views
+from ipu_pipe.replay.weights import OverwritingStore, SwappingStore
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
@@ -378,6 +381,49 @@ def test_memory_has_only_versions_that_are_still_to_be_read(
         for s, count in enumerate(of_stages):
             assert count <= len({int(v) for v in forward[s, 5 * k + 5 :] if v <= k})
             assert most is None or count <= most
+
+
+LAYERS: Dict[str, Tuple[nn.Module, torch.Tensor]] = {
+    "Linear": (nn.Linear(5, 4), torch.randn(3, 5)),
+    "Conv2d": (nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 6, 6)),
+    "GroupNorm": (nn.GroupNorm(2, 4), torch.randn(2, 4, 3, 3)),
+    "BatchNorm2d": (nn.BatchNorm2d(4), torch.randn(3, 4, 3, 3)),
+    "LayerNorm": (nn.LayerNorm(6), torch.randn(3, 6)),
+    "Embedding": (nn.Embedding(7, 3), torch.randint(0, 7, (2, 4))),
+}
+
+
+@pytest.mark.parametrize("kind, backward_version", [(OverwritingStore, 1), (SwappingStore, 0)])
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_each_layers_passes_read_their_versions(
+    name: str, kind: Any, backward_version: int
+) -> None:
+    """The forward reads version 0, the newest is 1. A layer's input gradient is that of the layer with the weights that its
+    backward reads: each is linear in its weights."""
+    layer, x = LAYERS[name]
+    layer = copy.deepcopy(layer).double()
+    named = dict(layer.named_parameters())
+    versions = [{key: torch.randn_like(p) for key, p in named.items()} for _ in range(2)]
+    for key, p in named.items():
+        p.data = versions[0][key].clone()
+    store = kind([list(named.values())], [0])
+    store.stash_before_update([{0}])
+    for key, p in named.items():  # the optimizer's step
+        p.data.copy_(versions[1][key])
+    x = x.double().requires_grad_() if x.is_floating_point() else x
+    store.load(Views(np.array([0]), np.array([0])))
+    output = layer(x)
+    assert torch.equal(output, functional_call(layer, versions[0], (x,)))
+    g = torch.randn_like(output)
+    store.load(Views(np.array([backward_version]), np.array([0])))
+    output.backward(g)
+    if x.is_floating_point():
+        for number, version in enumerate(versions):
+            (expected,) = torch.autograd.grad(functional_call(layer, version, (x,)), x, g)
+            is_read = torch.allclose(x.grad, expected, rtol=1e-9, atol=1e-12)
+            assert is_read == (number == backward_version)
+    store.load_newest()
+    assert all(torch.equal(p.data, versions[1][key]) for key, p in named.items())
 
 
 IN_PLACE: Dict[str, Any] = {

@@ -232,36 +232,31 @@ def test_three_updates_are_those_computed_by_hand(name: str) -> None:
 
 
 def test_each_group_has_its_own_settings_and_prediction() -> None:
-    """Update k of a group uses the group's settings; a prediction for version v uses the group's
-    rate of update v."""
-    weights = [nn.Parameter(torch.tensor([1.0], dtype=torch.float64)) for _ in range(2)]
+    """Update k of a group uses the group's settings; a prediction for version v uses the group's rate of update v."""
+    weights = [nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(2)]
     groups = [{"params": [weight], "stage": 0, "number": i} for i, weight in enumerate(weights)]
-    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
-    settings = [
-        [{"lr": 0.5, "momentum": 0.5}, {"lr": 0.0, "momentum": 0.25}],
-        [{"lr": 0.25, "momentum": 0.5}, {"lr": 4.0, "momentum": 0.5}],
-    ]
-    args = {"weight_prediction": {"form": "velocity", "scale": 1.0}}
+    # (rate, momentum) by group and update
+    settings = [[(0.5, 0.5), (0.0, 0.25)], [(0.25, 0.5), (4.0, 0.5)]]
+    args = {"weight_prediction": WP}
     rules = UpdateRules(
-        choose_rules(args, resolve_method("pipelined_backprop", args), np.array([2.0]), 1), optimizer, lambda k: 0.0,
-        settings=lambda k, group: settings[group["number"]][k],
-    )  # fmt: skip
+        choose_rules(args, resolve_method(PB, args), np.array([2.0]), 1),
+        torch.optim.SGD(groups, lr=1.0, momentum=0.5),
+        lambda k: 0.0,
+        settings=lambda k, group: dict(zip(("lr", "momentum"), settings[group["number"]][k])),
+    )
     for k in range(2):
         for weight in weights:
-            weight.grad = torch.tensor([1.0], dtype=torch.float64)
+            weight.grad = torch.ones_like(weight)
         rules.step(k, None)
     # velocities 1 then momentum + 1
-    assert [float(weight) for weight in weights] == [
-        1 - 0.5 * 1 - 0.0 * 1.25,
-        1 - 0.25 * 1 - 4.0 * 1.5,
-    ]
+    assert [weight.item() for weight in weights] == [0.5 - 0.0 * 1.25, 0.75 - 4.0 * 1.5]
     # version 1, with a staleness of 2 updates: w - 2 lr v, with the rate of update 1
     code = int(rules.encode_forwards(np.array([1]))[0])
     [(x, c)] = rules.compute_corrections(0, code, 1)
-    assert [c * float(x[0]), c * float(x[1])] == [-2 * 0.0 * 1.25, -2 * 4.0 * 1.5]
+    assert [c * x[0].item(), c * x[1].item()] == [0.0, -2 * 4.0 * 1.5]
     # the same by factors of the velocities, as compiled programs take them
     [(_, factors)] = rules.list_corrections(0, code, 1)
-    assert [factors[id(weight)] for weight in weights] == [-2 * 0.0, -2 * 4.0]
+    assert [factors[id(weight)] for weight in weights] == [0.0, -2 * 4.0]
 
 
 def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_state() -> None:
@@ -380,19 +375,14 @@ def test_horizons_of_spectrain() -> None:
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("accumulate", [1, 2, 5])
 def test_recomputation_staleness_is_the_papers(turn: int, accumulate: int) -> None:
-    """For stage j of a segment of S stages tau_recomp is ceil((2(S-j) + turn) / N) (PipeMare,
-    appendix A, with ipu_pipe's turn)."""
-    P, segments = 11, 3
-    method = resolve_method("pipemare", {"turn": turn, "recompute": {"segments": segments}})
-    table = VersionTable(make_schedule(method, P, 40 * accumulate, accumulate), method)
-    first, last = 20 * accumulate, 30 * accumulate
-    staleness = table.backward(first, last) - table.recompute(first, last)
-    position = 0
-    for length in (4, 4, 3):
-        for j in range(1, length + 1):
-            assert staleness[position].max() == math.ceil((2 * (length - j) + turn) / accumulate)
-            position += 1
-    assert find_segment_ends(P, segments).tolist() == [3] * 4 + [7] * 4 + [10] * 3
+    """For stage j of a segment of S stages tau_recomp is ceil((2(S-j) + turn) / N) (PipeMare, appendix A, with our turn)."""
+    args = {"turn": turn, "recompute": {"segments": 3}}
+    method = resolve_method("pipemare", args)
+    table = VersionTable(make_schedule(method, 11, 40 * accumulate, accumulate), method)
+    window = 20 * accumulate, 30 * accumulate
+    staleness = (table.backward(*window) - table.recompute(*window)).max(axis=1)
+    places = [length - j for length in (4, 4, 3) for j in range(1, length + 1)]
+    assert staleness.tolist() == [math.ceil((2 * left + turn) / accumulate) for left in places]
     assert find_segment_ends(107, 0)[0] == len(np.array_split(np.arange(107), 10)[0]) - 1
 
 
