@@ -489,7 +489,7 @@ def test_blocks_send_half_of_a_pipelines_traffic(tmp_path: Path) -> None:
     more = "replicas=2", "clip={norm: 0.5, scope: stage}"
     links = [
         train_digits_blocks(tmp_path / method, f"method={method}", "steps=2", *more)["links"]
-        for method in ("pipedream", "local_chunked")
+        for method in ("pipedream", "local_greedy")
     ]
     totals = [sum(link["bytes"] for link in of_method) for of_method in links]
     assert totals[0] == 2 * totals[1] > 0
