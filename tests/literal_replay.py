@@ -55,13 +55,8 @@ class LiteralRules:
         lr: float,
         switch: int = 0,
     ) -> None:
-        self.args, self.method, self.lr, self.switch, self.accumulate = (
-            args,
-            method,
-            lr,
-            switch,
-            accumulate,
-        )
+        self.args, self.method, self.lr = args, method, lr
+        self.switch, self.accumulate = switch, accumulate
         # the rate of each update, where a caller changes it between two calls
         self.rates: List[float] = []
         self.delay = compute_delay(method, stages, stage, accumulate)
@@ -84,27 +79,21 @@ class LiteralRules:
         if k < self.switch:
             return weights
         if self.method.name == "spectrain":
-            return self._predict(weights, state, k, self.delay + self.backward_horizon)
+            horizon = self.delay + self.backward_horizon
+            return self._predict(weights, state.velocity, k, horizon)
         rule = self.args.get("weight_prediction")
         if rule and self.delay:
             horizon = rule["scale"] * self.delay
-            if rule["form"] == "velocity":
-                return self._predict(weights, state, k, horizon)
-            if rule["form"] == "optimizer":
-                return {
-                    name: w.add(state.direction[name], alpha=-self.compute_rate(k) * horizon)
-                    for name, w in weights.items()
-                }
-            return {
-                name: w.add(state.difference[name], alpha=horizon) for name, w in weights.items()
-            }
+            if rule["form"] == "difference":
+                return {n: w.add(state.difference[n], alpha=horizon) for n, w in weights.items()}
+            of_optimizer = rule["form"] == "optimizer"
+            steps = state.direction if of_optimizer else state.velocity
+            return self._predict(weights, steps, k, horizon)
         return weights
 
-    def _predict(self, weights: Weights, state: "State", k: int, horizon: float) -> Weights:
-        return {
-            name: w.add(state.velocity[name], alpha=-self.compute_rate(k) * horizon)
-            for name, w in weights.items()
-        }
+    def _predict(self, weights: Weights, steps: Weights, k: int, horizon: float) -> Weights:
+        alpha = -self.compute_rate(k) * horizon
+        return {name: w.add(steps[name], alpha=alpha) for name, w in weights.items()}
 
     def backward(self, weights: Weights, state: "State", k: int, delay: int) -> Weights:
         """Return the weights that a backward or a recomputation reads in place of the newest `weights`, `delay` updates after the
@@ -112,7 +101,7 @@ class LiteralRules:
         if k < self.switch:
             return weights
         if self.method.name == "spectrain" and self.backward_horizon:
-            return self._predict(weights, state, k, self.backward_horizon)
+            return self._predict(weights, state.velocity, k, self.backward_horizon)
         if "t2" in self.args and delay:
             return {
                 name: w.add(state.delta[name], alpha=-float(delay)) for name, w in weights.items()
@@ -124,11 +113,9 @@ class State:
     """Tensors that a stage keeps for each weight version besides the weights."""
 
     def __init__(self, weights: Weights) -> None:
-        self.velocity = {name: torch.zeros_like(w) for name, w in weights.items()}
-        self.difference = {name: torch.zeros_like(w) for name, w in weights.items()}
-        self.delta = {name: torch.zeros_like(w) for name, w in weights.items()}
-        self.squared_step = {name: torch.zeros_like(w) for name, w in weights.items()}
-        self.direction = {name: torch.zeros_like(w) for name, w in weights.items()}
+        self.velocity, self.difference, self.delta, self.squared_step, self.direction = (
+            {name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(5)
+        )
         self.delayed: Weights = {}  # the optimizer's own step
 
 
@@ -337,12 +324,8 @@ class LiteralStage:
                     rule and delay
                 ):  # the step from the old weights by the paper's equation; the velocity is the optimizer's
                     m, g = group["momentum"], gradients[name] + group["weight_decay"] * old
-                    a = rule["a"] if rule.get("a") is not None else m ** (rule["scale"] * delay)
-                    b = (
-                        rule["b"]
-                        if rule.get("b") is not None
-                        else (1 - m ** (rule["scale"] * delay)) / (1 - m)
-                    )
+                    share = m ** (rule.get("scale", 0) * delay)
+                    a, b = rule.get("a", share), rule.get("b", (1 - share) / (1 - m))
                     p.data.copy_(old - group["lr"] * (a * state.velocity[name] + b * g))
                 if (
                     "error_feedback" in args and delay

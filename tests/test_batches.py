@@ -19,7 +19,6 @@ import ipu_pipe
 from ipu_pipe import BadInput
 from ipu_pipe.backends.table import make_engine
 from ipu_pipe.config.schema import Config
-from ipu_pipe.data.sources import split_batch
 from ipu_pipe.errors import RunFault, end_process
 from ipu_pipe.model.batch import (
     check_same_shapes,
@@ -27,9 +26,8 @@ from ipu_pipe.model.batch import (
     list_tensors,
     map_tensors,
     take_samples,
-    walk_leaves,
 )
-from ipu_pipe.model.loss import OwnLoss, TakePart, describe_output, list_fields
+from ipu_pipe.model.loss import OwnLoss, TakePart, list_fields
 from ipu_pipe.report.run_text import describe_left_out
 from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import PlanningRequest, make_planning_problem
@@ -124,45 +122,32 @@ def draw_images() -> List[Dict[str, torch.Tensor]]:
     ]
 
 
-def test_masked_sentences_train_as_in_plain_pytorch() -> None:
-    def compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        output = model(batch["input_ids"], attention_mask=batch["attention_mask"])
-        return F.cross_entropy(output.logits, batch["labels"])
-
-    assert_trains_alike(make_hugging_model("bert"), draw_sentences(), compute_loss, output="logits")
+def compute_masked_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    output = model(batch["input_ids"], attention_mask=batch["attention_mask"])
+    return F.cross_entropy(output.logits, batch["labels"])
 
 
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
-def test_a_models_own_loss_trains_as_in_plain_pytorch(kind: str) -> None:
-    model, batches = make_hugging_model(kind), draw_sentences() if kind == "bert" else draw_texts()
-    assert_trains_alike(model, batches, lambda model, batch: model(**batch).loss, loss="model")
+def compute_image_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch["pixel_values"]).logits.double(), batch["label"])
 
 
-def test_images_by_name_train_as_in_plain_pytorch() -> None:
-    def compute_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch["pixel_values"]).logits.double(), batch["label"])
+@pytest.mark.parametrize("kind, draw, compute_loss, others", [
+    ("bert", draw_sentences, compute_masked_loss, {"output": "logits"}),
+    ("gpt2", draw_texts, lambda model, batch: model(**batch).loss, {"loss": "model"}),
+    ("vit", draw_images, compute_image_loss, {"output": lambda output: output[0].double()}),
+], ids=["masked sentences", "own loss", "images by name"])  # fmt: skip
+def test_other_libraries_models_train_as_in_plain_pytorch(
+    kind: str, draw: Any, compute_loss: Any, others: Any
+) -> None:
+    assert_trains_alike(make_hugging_model(kind), draw(), compute_loss, **others)
 
-    assert_trains_alike(
-        make_hugging_model("vit"),
-        draw_images(),
-        compute_loss,
-        output=lambda output: output[0].double(),
-    )
 
-
-@pytest.mark.parametrize(
-    "method, args", [("pipedream", {}), ("pipemare", {"recompute": {"segments": 2}})]
-)
-def test_methods_that_read_old_weights_take_mappings(method: str, args: Dict[str, Any]) -> None:
+def test_methods_that_read_old_weights_take_mappings() -> None:
     """The checks of such methods shuffle the inputs and inspect the saved tensors."""
-    keys = {"method": method, "gradient_accumulation": 1, "method_args": args}
-    job = build(
-        configure_short_run(**keys),
-        make_hugging_model("bert"),
-        ipu_pipe.from_loader(draw_sentences()),
-        "model",
-    )
-    flow, results = train_updates(job, 3)
+    args = {"recompute": {"segments": 2}}
+    config = configure_short_run(method="pipemare", gradient_accumulation=1, method_args=args)
+    data = ipu_pipe.from_loader(draw_sentences())
+    flow, results = train_updates(build(config, make_hugging_model("bert"), data, "model"), 3)
     assert all(result.loss > 0 for result in results)
     flow.engine.close()
 
@@ -236,23 +221,14 @@ def test_every_form_of_a_batch_trains_as_in_plain_pytorch(form: str) -> None:
 
 def test_a_model_that_returns_its_scores_and_its_loss_trains_as_in_plain_pytorch() -> None:
     """As in nanoGPT: the loss is the one scalar of the tuple, and accuracy is of the output that `output` selects."""
-    assert_trains_alike(
-        TwoInputs(), NAMED_PAIRS, lambda model, batch: model(**batch)[1], loss="model"
-    )
-    assert_trains_alike(TwoInputs(), PARTS, lambda model, batch: model(*batch)[1], loss="model")
-    job = build(
-        configure_short_run(),
-        TwoInputs(),
-        ipu_pipe.from_loader(NAMED_PAIRS, NAMED_PAIRS),
-        "model",
-        output=0,
-    )
+    model, run = TwoInputs(), configure_short_run()
+    assert_trains_alike(model, NAMED_PAIRS, lambda model, batch: model(**batch)[1], loss="model")
+    assert_trains_alike(model, PARTS, lambda model, batch: model(*batch)[1], loss="model")
+    job = build(run, model, ipu_pipe.from_loader(NAMED_PAIRS, NAMED_PAIRS), "model", output=0)
     engine = make_engine(job, 0, job.table)
-    result, model = evaluate_on_test_set(engine, job)[0], job.model
-    assert (
-        result.accuracy
-        == sum(int((model(a, b).argmax(dim=1) == y).sum()) for a, b, y in PARTS) / 16
-    )
+    result = evaluate_on_test_set(engine, job)[0]
+    right = sum(int((model(a, b).argmax(dim=1) == y).sum()) for a, b, y in PARTS)
+    assert result.accuracy == right / 16
     assert result.loss == pytest.approx(sum(model(a, b, y)[1].item() for a, b, y in PARTS) / 4)
     engine.close()
 
@@ -260,43 +236,26 @@ def test_a_model_that_returns_its_scores_and_its_loss_trains_as_in_plain_pytorch
 def test_a_model_that_returns_its_loss_alone_needs_no_labels() -> None:
     rebuild = lambda m, a: (m.outside(m.inside(a)) - a).square().mean()  # noqa: E731
     rebuilding = Composed(rebuild, inside=nn.Linear(3, 2), outside=nn.Linear(2, 3))
-    assert_trains_alike(
-        rebuilding, [a for a, _, _ in PARTS], lambda model, a: model(a), loss="model"
-    )
+    batches = [a for a, _, _ in PARTS]
+    assert_trains_alike(rebuilding, batches, lambda model, a: model(a), loss="model")
 
 
 def test_labels_may_have_another_name(tmp_path: Path) -> None:
     batches = [{"a": a, "b": b, "answers": y} for a, b, y in PARTS]
-    data = ipu_pipe.from_loader(batches, batches, labels="answers")
-    report = ipu_pipe.train(
-        configure_short_run(), tmp_path / "run", model=TwoInputs(), data=data, quiet=True
-    )
-    assert report["final"]["test_accuracy"] is not None and report["steps"] == 3
-    config = configure_short_run(evaluate={"subset": 6})
-    few = ipu_pipe.train(
-        config, tmp_path / "few", model=TwoInputs(), data=data, quiet=True, loss="cross_entropy"
-    )
-    assert (
-        few["loss"]["name"] == "torch.nn.functional.cross_entropy"
-        and few["final"]["test_accuracy"] * 6 % 1 == 0
-    )
+    data, config = ipu_pipe.from_loader(batches, batches, labels="answers"), {"subset": 6}
+    run = configure_short_run(evaluate=config)
+    report = ipu_pipe.train(run, tmp_path, model=TwoInputs(), data=data, quiet=True)
+    assert report["final"]["test_accuracy"] * 6 % 1 == 0 and report["steps"] == 3
 
 
 def test_nested_batches_keep_their_structure() -> None:
-    nest = {
-        "a": torch.zeros(4, 2),
-        "b": [torch.ones(4), (None, InputPair(torch.ones(4, 1), torch.zeros(4)))],
-    }
-    assert [name for name, _ in walk_leaves(nest)] == ["a", "b.0", "b.1.0", "b.1.1.0", "b.1.1.1"]
-    part = take_samples(nest, 3)
-    assert map_tensors(lambda tensor: tuple(tensor.shape), part) == {
-        "a": (3, 2),
-        "b": [(3,), (None, InputPair((3, 1), (3,)))],
-    }
+    pair = InputPair(torch.ones(4, 1), torch.zeros(4))
+    nest = {"a": torch.zeros(4, 2), "b": [torch.ones(4), (None, pair)]}
+    part = map_tensors(lambda tensor: tuple(tensor.shape), take_samples(nest, 3))
+    assert part == {"a": (3, 2), "b": [(3,), (None, InputPair((3, 1), (3,)))]}
     clone = clone_tensors(nest)
     clone["b"][1][1].b.fill_(5)
-    assert nest["b"][1][1].b.sum() == 0
-    assert map_tensors(torch.Tensor.numel, nest) == {"a": 8, "b": [4, (None, InputPair(4, 4))]}
+    assert pair.b.sum() == 0
 
 
 # ---- refusals
@@ -318,66 +277,43 @@ def test_outputs_that_are_not_tensors_are_reported() -> None:
     assert "model.output: logits: the model returns tuple(0, 1)" in line
 
 
-def test_impossible_batches_are_reported() -> None:
-    a, b, y = PARTS[0]
-    for batch, words in (
-        (
-            {"a": a, "b": b},
-            (
-                "a, b",
-                "labels, label, target, targets",
-                "from_loader(..., labels=NAME)",
-                "loss: model",
-            ),
-        ),
-        (a, ("is a Tensor", "(inputs, labels)")),
-        ([a], ("is a list of one", "(inputs, labels)")),
-        ((a, y.tolist()), ("labels: 0", "of type int", "must be a tensor")),
-        (({"a": a, "b": "text"}, y), ("inputs: b", "of type str", "must be a tensor")),
-        (
-            {"a": a, "scale": 2.0, "label": y},
-            ("inputs: scale", "of type float", "must be a tensor"),
-        ),
-        ((a, b[:3], y), ("1 has the shape (3, 2), 0 (4, 3)", "samples")),
-        ({"a": a, "scale": torch.tensor(2.0), "label": y}, ("scale has the shape ()", "samples")),
-        (({}, y), ("contain no tensor",)),
-        ((None, y), ("contain no tensor",)),
-    ):
-        line = find_refusal(TwoInputs(), [batch] * 4)
-        assert line.startswith("data: ") and all(word in line for word in words), line
-    line = find_refusal(
-        TwoInputs(), ipu_pipe.from_loader([{"a": a, "label": y}] * 4, labels="other")
-    )
+A, B, Y = PARTS[0]
+SCALAR = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("batch, words", [
+    ({"a": A, "b": B}, ("a, b", "labels, label, target, targets", "from_loader(..., labels=NAME)", "loss: model")),
+    (A, ("is a Tensor", "(inputs, labels)")),
+    ([A], ("is a list of one", "(inputs, labels)")),
+    ((A, Y.tolist()), ("labels: 0", "of type int", "must be a tensor")),
+    (({"a": A, "b": "text"}, Y), ("inputs: b", "of type str", "must be a tensor")),
+    ((A, B[:3], Y), ("1 has the shape (3, 2), 0 (4, 3)", "samples")),
+    ({"a": A, "scale": SCALAR, "label": Y}, ("scale has the shape ()", "samples")),
+    (({}, Y), ("contain no tensor",)), ((None, Y), ("contain no tensor",)),
+    ({"a": A, "wrong": B, "label": Y}, ("it fails on a microbatch of shape a (4, 3), torch.float32; wrong (4, 2)",)),
+], ids=lambda value: None)  # fmt: skip
+def test_impossible_batches_are_reported(batch: Any, words: Any) -> None:
+    line = find_refusal(TwoInputs(), [batch] * 4)
+    assert all(word in line for word in words), line
+
+
+def test_a_name_of_labels_that_batches_lack_is_reported() -> None:
+    named = ipu_pipe.from_loader([{"a": A, "label": Y}] * 4, labels="other")
+    line = find_refusal(TwoInputs(), named)
     assert "a, label" in line and "has no other" in line
-    assert (
-        "it fails on a microbatch of shape a (4, 3), torch.float32; wrong (4, 2)"
-        in find_refusal(TwoInputs(), [{"a": a, "wrong": b, "label": y}] * 4)
-    )
 
 
 def test_heads_of_blocks_refuse_a_selected_output_and_the_models_loss() -> None:
     keys = {"method": "local_greedy", "stages": ["1"]}
-    model = make_linear_layers()
-    line = find_refusal(model, PAIRS, keys, output=lambda scores: scores)
-    assert (
-        line.startswith("model.output: (given in Python): local_greedy")
-        and "name of a field, or an index" in line
-    )
+    layers = make_linear_layers()
+    line = find_refusal(layers, PAIRS, keys, output=lambda scores: scores)
+    assert line.startswith("model.output: (given in Python): local_greedy")
+    squares = Composed(lambda m, a: m.layers(a).square().mean(), layers=layers)
     data = ipu_pipe.from_loader([a for a, _, _ in PARTS])
-
-    class Squares(nn.Sequential):
-        def forward(self, a: Any) -> Any:
-            return super().forward(a).square().mean()
-
-    assert find_refusal(Squares(*model), data, {**keys, "loss": "model"}).startswith(
-        "loss: model: local_greedy: the heads"
-    )
-    build(
-        configure_short_run(**{**keys, "method": "last_layers", "method_args": {"layers": 1}}),
-        Squares(*model),
-        data,
-        "model",
-    )
+    line = find_refusal(squares, data, {**keys, "stages": ["layers.1"], "loss": "model"})
+    assert line.startswith("loss: model: local_greedy: the heads")
+    last = {"method": "last_layers", "method_args": {"layers": 1}, "stages": ["layers.1"]}
+    build(configure_short_run(**last), squares, data, "model")
 
 
 def test_backends_that_compile_take_one_shape() -> None:
@@ -391,36 +327,11 @@ def test_backends_that_compile_take_one_shape() -> None:
 
 def test_fields_of_outputs() -> None:
     pair = InputPair(torch.zeros(1), torch.ones(2))
-    assert (
-        list_fields(pair) == ["a", "b"]
-        and list_fields((1, 2)) == [0, 1]
-        and list_fields({"x": 1}) == ["x"]
-    )
-    assert (
-        describe_output(pair) == "InputPair(a, b)"
-        and describe_output(torch.zeros(2, 3)) == "a tensor of shape (2, 3)"
-    )
-    assert (
-        TakePart("b")(pair) is pair.b
-        and TakePart(1)(pair) is pair.b
-        and TakePart(-1)({"x": 3, "y": 4}) == 4
-    )
+    fields = [list_fields(output) for output in (pair, (1, 2), {"x": 1})]
+    assert fields == [["a", "b"], [0, 1], ["x"]]
+    assert TakePart("b")(pair) is TakePart(1)(pair) is TakePart(-1)({"x": 3, "y": pair.b}) is pair.b
     assert TakePart("b")(pair.a) is pair.a  # a tensor is the output itself
-    assert (
-        OwnLoss()(pair, None) is pair.a
-        and OwnLoss()({"loss": pair.a, "other": pair.a}, None) is pair.a
-    )
-
-
-def test_a_whole_batch_goes_to_a_model_with_a_loss_of_its_own() -> None:
-    a, b, y = PARTS[0]
-    batch = {"a": a, "labels": y}
-    assert split_batch(batch, whole=True) == (batch, y) and split_batch(batch)[0] == {"a": a}
-    assert split_batch((a, b, y), whole=True)[0] == (a, b, y) and split_batch((a, b, y))[0] == (
-        a,
-        b,
-    )
-    assert split_batch({"a": a}, whole=True)[1] is None
+    assert OwnLoss()({"loss": pair.a, "other": pair.a}, None) is OwnLoss()(pair, None) is pair.a
 
 
 # ---- loaders without a length
@@ -458,128 +369,73 @@ def test_a_loader_without_a_length_begins_anew_where_it_ends() -> None:
         assert torch.equal(data.train_batch(0, index, 4)[0], batches[index][0])
 
 
+def train_on_stream(out: Path, model: nn.Module, resume: bool = False, **keys: Any) -> Any:
+    config, data = configure_short_run(**keys), make_streaming_data()
+    return ipu_pipe.train(config, out, model=model, data=data, quiet=True, resume=resume)
+
+
 def test_a_run_by_steps_resumes_in_the_middle_of_a_stream(tmp_path: Path) -> None:
-    keys = {"steps": 6, "evaluate": {"steps": 2}, "checkpoint": {"every": 4}}
-    models = [make_linear_layers() for _ in range(3)]
-    whole = ipu_pipe.train(
-        configure_short_run(**keys),
-        tmp_path / "whole",
-        model=models[0],
-        data=make_streaming_data(),
-        quiet=True,
-    )
-    assert whole["updates_per_epoch"] is None and whole["steps"] == 6
+    keys = {"evaluate": {"steps": 2}, "checkpoint": {"every": 4}}
+    whole, cut, resumed = (make_linear_layers() for _ in range(3))
+    report = train_on_stream(tmp_path / "whole", whole, steps=6, **keys)
+    assert report["updates_per_epoch"] is None and report["steps"] == 6
     tested = [loss for loss in read_column(tmp_path / "whole", "test_loss") if loss is not None]
     assert len(tested) == 4  # before, and after each 2 updates
-    ipu_pipe.train(
-        configure_short_run(**{**keys, "steps": 4}),
-        tmp_path / "two",
-        model=models[1],
-        data=make_streaming_data(),
-        quiet=True,
-    )
+    train_on_stream(tmp_path / "two", cut, steps=4, **keys)
     torch.rand(7)
-    ipu_pipe.train(
-        configure_short_run(**keys),
-        tmp_path / "two",
-        model=models[2],
-        data=make_streaming_data(),
-        quiet=True,
-        resume=True,
-    )
-    assert_same(models[0].state_dict(), models[2].state_dict())
+    train_on_stream(tmp_path / "two", resumed, True, steps=6, **keys)
+    assert_same(whole.state_dict(), resumed.state_dict())
 
 
-def test_a_microbatch_is_a_batch_of_the_loader_by_default(
-    tmp_path: Path,
-) -> None:
-    model, twin, first = make_linear_layers(), make_linear_layers(), tmp_path / "default"
-    keys: Dict[str, Any] = {"stages": 2, "log": {"tensorboard": False, "trace": False}}
-    run = ipu_pipe.train(
-        ipu_pipe.configure(steps=2, **keys),
-        first,
-        model=model,
-        data=make_streaming_data(),
-        quiet=True,
-    )
-    assert run["batch"]["micro_batch_size"] == 4
-    explicit = ipu_pipe.configure(steps=2, micro_batch_size=4, **keys)
-    ipu_pipe.train(
-        explicit, tmp_path / "explicit", model=twin, data=make_streaming_data(), quiet=True
-    )
-    assert_same(model.state_dict(), twin.state_dict())
-    longer = ipu_pipe.train(
-        ipu_pipe.configure(steps=3, **keys),
-        first,
-        model=model,
-        data=make_streaming_data(),
-        quiet=True,
-        resume=True,
-    )
-    assert longer["steps"] == 3 and longer["batch"]["micro_batch_size"] == 4
-    assert "batches of 4, micro_batch_size is 8" in find_refusal(
-        TwoInputs(), make_streaming_data(), {"micro_batch_size": 8}
-    )
-    data = {
-        "name": "tests.test_batches:make_streaming_data"
-    }  # story: plans with a loader's data were refused, since they read two samples
-    config = ipu_pipe.configure(
-        model={"entry": "tests.test_batches:make_linear_layers"},
-        data=data,
-        gradient_accumulation=2,
-        steps=2,
-    )
-    for measure in (False, True):
-        problem = make_planning_problem(config, PlanningRequest("v100x8", measure=measure))
-        assert (
-            problem.batch == 8
-            and [pass_.samples for pass_ in problem.problem.units[0].measured]
-            == [2, 4][: 2 * measure]
+def test_a_microbatch_is_a_batch_of_the_loader_by_default(tmp_path: Path) -> None:
+    """Story: plans with a loader's data were refused, since they read two samples."""
+    for steps in (2, 3):
+        report = train_on_stream(
+            tmp_path, make_linear_layers(), steps == 3, steps=steps, micro_batch_size=None
         )
+        assert report["steps"] == steps and report["batch"]["micro_batch_size"] == 4
+    line = find_refusal(TwoInputs(), make_streaming_data(), {"micro_batch_size": 8})
+    assert "batches of 4, micro_batch_size is 8" in line
+    named = {
+        "model": {"entry": "tests.test_batches:make_linear_layers"},
+        "data": {"name": "tests.test_batches:make_streaming_data"},
+    }
+    config = ipu_pipe.configure(**named, gradient_accumulation=2, steps=2)
+    for measure, samples in ((False, []), (True, [2, 4])):
+        problem = make_planning_problem(config, PlanningRequest("v100x8", measure=measure))
+        (first, *_) = problem.problem.units
+        assert problem.batch == 8 and [pass_.samples for pass_ in first.measured] == samples
 
 
 def test_settings_in_epochs_are_refused_without_a_length() -> None:
     line = find_refusal(TwoInputs(), make_streaming_data(), {"steps": None})
-    assert line.startswith(
-        "steps: null: must be the updates of the run: the training data has no length"
-    )
+    assert line.startswith("steps: null: must be the updates of the run: ")
     keys: Dict[str, Any] = {
         "method": "pipemare", "method_args": {"warmup": {"epochs": 1}}, "evaluate": {"every": 0.5},
         "lr_schedule": {"name": "step", "milestones": [1]},
     }  # fmt: skip
     faults = list_faults(build, configure_short_run(**keys), TwoInputs(), make_streaming_data())
-    assert [fault.partition(":")[0] for fault in faults] == [
-        "lr_schedule.milestones",
-        "evaluate.every",
-        "method_args.warmup",
-    ]
-    line = find_refusal(
-        TwoInputs(),
-        make_streaming_data(),
-        {"method": "randomized_pipedream", "gradient_accumulation": 1},
-    )
-    assert line.startswith(
-        "method: randomized_pipedream: draws delays by the epoch"
-    ) and line.endswith("has no epochs")
+    places = [fault.partition(":")[0] for fault in faults]
+    assert places == ["lr_schedule.milestones", "evaluate.every", "method_args.warmup"]
+    keys = {"method": "randomized_pipedream", "gradient_accumulation": 1}
+    line = find_refusal(TwoInputs(), make_streaming_data(), keys)
+    assert line.startswith("method: randomized_pipedream: draws delays by the epoch")
 
 
 def test_loaders_that_give_no_batch_are_refused() -> None:
-    a, y = PAIRS[0]
-    once = ipu_pipe.from_loader(iter([(a, y)] * 3))
+    once = ipu_pipe.from_loader(iter([PAIRS[0]] * 3))
     build(configure_short_run(), TwoInputs(), once)
     with pytest.raises(BadInput, match="ended after 3 batches .can it be iterated over twice"):
         once.train_batch(0, 3, 4)
-    assert "gives no batch of 4 samples" in find_refusal(TwoInputs(), iter([]))
-    assert "gives no batch of 4 samples" in find_refusal(
-        TwoInputs(), DataLoader(RandomStream(3), batch_size=4)
-    )
-    assert "batches of 3, micro_batch_size is 4" in find_refusal(
-        TwoInputs(), ((a[:3], y[:3]) for _ in range(3))
-    )
+    short = DataLoader(RandomStream(3), batch_size=4)
+    for loader, words in (
+        (iter([]), "gives no batch of 4 samples"),
+        (short, "gives no batch of 4 samples"),
+        (iter([(A[:3], Y[:3])] * 3), "batches of 3, micro_batch_size is 4"),
+    ):
+        assert words in find_refusal(TwoInputs(), loader)
     for name in ("test", "validation"):
-        with pytest.raises(
-            BadInput, match=f"{name} loader is a generator, which can be iterated over only once"
-        ):
+        with pytest.raises(BadInput, match=f"{name} loader is a generator, which can be"):
             ipu_pipe.from_loader([], **{name: (batch for batch in PARTS)})
 
 
@@ -589,17 +445,12 @@ def test_loaders_that_give_no_batch_are_refused() -> None:
 def test_samples_left_out_are_reported() -> None:
     x, y = torch.randn(23, 3), torch.randint(0, 4, (23,))
     loader = DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
-    keys = {"steps": None}
     # the list has no count of samples, so that its full microbatches are counted
     for batches, words in ((loader, "7 of 23 "), (PAIRS[:3], "4 of 12 ")):
-        (line,) = describe_left_out(
-            build(configure_short_run(**keys), TwoInputs(), ipu_pipe.from_loader(batches))
-        )
+        job = build(configure_short_run(steps=None), TwoInputs(), ipu_pipe.from_loader(batches))
+        (line,) = describe_left_out(job)
         assert line.startswith(f"data: {words}") and line.endswith(" batch of 8")
     assert describe_left_out(build(configure_short_run(), TwoInputs(), make_streaming_data())) == []
-    for name, options, count in (("digits", {}, 1437), ("synthetic", {"subset": 30}, 30)):
-        data = ipu_pipe.load_data(name, **options)
-        assert data.train_samples == count  # type: ignore[attr-defined]
 
 
 # ---- on two processes
@@ -632,48 +483,35 @@ def test_workers_that_persist_draw_by_the_pass_alone() -> None:
     assert all(map(torch.equal, actual, expected))
 
 
-RUNS: Dict[str, Callable[[], Dict[str, Any]]] = {
-    "three": lambda: {"model": TwoInputs(), "data": PARTS, "stages": ["out"]},
-    "own": lambda: {"model": TwoInputs(), "data": NAMED_PAIRS, "loss": "model", "stages": ["out"]},
-    "bert": lambda: {
-        "model": make_hugging_model("bert"),
-        "data": draw_sentences(),
-        "output": "logits",
-        "stages": ["bert.encoder.layer.1"],
-    },
-    "gpt2": lambda: {
-        "model": make_hugging_model("gpt2"),
-        "data": draw_texts(),
-        "loss": "model",
-        "stages": ["transformer.h.1"],
-    },
-    "vit": lambda: {"model": make_hugging_model("vit"), "data": draw_images(), "output": "logits"},
-    "blocks": lambda: {
-        "model": make_hugging_model("vit"),
-        "data": draw_images(),
-        "output": "logits",
-        "method": "local_greedy",
-    },
-    "noisy": lambda: {"model": make_linear_layers(), "data": Noisy()},
-    "seeded": lambda: {"model": make_linear_layers(), "data": Noisy(np.random.default_rng(5))},
-    "unseeded": lambda: {"model": make_linear_layers(), "data": Noisy(np.random.default_rng())},
-}
-
-
 def make_batch_arguments(case: str) -> Dict[str, Any]:
     """Make the arguments of `train` for a case, the same in each call."""
     torch.manual_seed(3)
-    arguments = RUNS[case]()
-    data = arguments.pop("data")
-    keys = {key: arguments.pop(key) for key in ("stages", "method") if key in arguments}
-    if case == "blocks":
-        keys["stages"] = [
-            name for name, _ in arguments["model"].named_modules() if name.endswith("layers.1")
-        ]
+    objects: Dict[str, Any] = {}
+    keys: Dict[str, Any] = {}
+    if case in ("three", "own"):
+        data: Any = PARTS if case == "three" else NAMED_PAIRS
+        objects, keys = {"model": TwoInputs()}, {"stages": ["out"]}
+    elif case in ("bert", "gpt2", "vit", "blocks"):
+        kind = "vit" if case == "blocks" else case
+        data = {"bert": draw_sentences, "gpt2": draw_texts, "vit": draw_images}[kind]()
+        objects = {"model": make_hugging_model(kind)}
+        names = {"bert": "bert.encoder.layer.1", "gpt2": "transformer.h.1", "blocks": "layers.1"}
+        every = [name for name, _ in objects["model"].named_modules()]
+        if case in names:
+            keys = {"stages": [name for name in every if name.endswith(names[case])]}
+        if case == "blocks":
+            keys["method"] = "local_greedy"
+        if case != "gpt2":
+            objects["output"] = "logits"
+    else:
+        own = {"noisy": None, "seeded": np.random.default_rng(5), "unseeded": np.random.default_rng()}  # fmt: skip
+        data, objects = Noisy(own[case]), {"model": make_linear_layers()}
+    if case in ("own", "gpt2"):
+        objects["loss"] = "model"
     is_list = isinstance(data, list)
     loaders = (data, data[:2]) if is_list else (DataLoader(data, batch_size=4, shuffle=True),)
     config = configure_short_run(checkpoint={"every": 3}, **keys)
-    return {"config": config, "data": ipu_pipe.from_loader(*loaders), **arguments}
+    return {"config": config, "data": ipu_pipe.from_loader(*loaders), **objects}
 
 
 def train_differing_rank(rank: int, folder: Path) -> None:

@@ -20,76 +20,54 @@ from ipu_pipe.run.train import train
 from tests.support.models import Composed
 from tests.support.runs import assert_same, list_faults, read_weights
 
-ANGLES = torch.arange(4.0)
+ROTATIONS = torch.polar(torch.ones(4), torch.arange(4.0))
 
 
-class RotationTable(nn.Module):
-    """A linear layer with a table of rotations, which it returns too."""
-
-    def __init__(self, persistent: bool) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.register_buffer("rotations", torch.polar(torch.ones(4), ANGLES), persistent=persistent)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.inner(x), self.rotations
+def rotate(m: Any, parts: Any) -> Any:
+    x, rotations = parts
+    return torch.view_as_complex(m.inner(x).float().reshape(-1, 4, 2)) * rotations, rotations
 
 
-class Rotation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, parts: Any) -> Any:
-        x, rotations = parts
-        return torch.view_as_complex(self.inner(x).float().reshape(-1, 4, 2)) * rotations, rotations
-
-
-class RotationReader(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 4)
-
-    def forward(self, parts: Any) -> Any:
-        z, rotations = parts
-        return self.inner(
-            torch.view_as_real(z * rotations.conj()).flatten(1).to(self.inner.weight.dtype)
-        )
+def read_rotation(m: Any, parts: Any) -> Any:
+    z, rotations = parts
+    real = torch.view_as_real(z * rotations.conj()).flatten(1)
+    return m.inner(real.to(m.inner.weight.dtype))
 
 
 def make_rotation_model(persistent: bool = True) -> Any:
+    """Return a layer with a table of rotations, which it returns too, and two layers that read it."""
     torch.manual_seed(0)
-    return nn.Sequential(RotationTable(persistent), Rotation(), RotationReader())
+    table = Composed(lambda m, x: (m.inner(x), m.rotations), inner=nn.Linear(8, 8))
+    table.register_buffer("rotations", ROTATIONS.clone(), persistent=persistent)
+    reader = Composed(read_rotation, inner=nn.Linear(8, 4))
+    return nn.Sequential(table, Composed(rotate, inner=nn.Linear(8, 8)), reader)
 
 
 def draw_rotation_batches() -> Any:
-    generator = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(4, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator))
+        (torch.randn(4, 8, generator=draw), torch.randint(0, 4, (4,), generator=draw))
         for _ in range(8)
     ]
 
 
-def make_rotation_arguments(
-    persistent: bool = True, method: str = "gpipe", **keys: Any
-) -> Dict[str, Any]:
+def make_case_arguments(case: Any, **keys: Any) -> Dict[str, Any]:
+    """Return the arguments of `train`. `case`: whether the buffer is persistent, and the method."""
+    persistent, method = case
     config = configure(
         method=method, gradient_accumulation=2, steps=4, stages=["1"], evaluate={"every": 0}, checkpoint={"every": 2},
         optimizer={"name": "sgd", "lr": 0.05}, **keys,
     )  # fmt: skip
     batches = draw_rotation_batches()
-    data = ipu_pipe.from_loader(batches, batches[:1])
-    return {
-        "config": config,
-        "model": make_rotation_model(persistent),
-        "data": data,
-        "loss": F.cross_entropy,
-    }
+    data, model = ipu_pipe.from_loader(batches, batches[:1]), make_rotation_model(persistent)
+    return {"config": config, "model": model, "data": data, "loss": F.cross_entropy}
 
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_weights_are_those_of_a_plain_loop(tmp_path: Path, persistent: bool) -> None:
-    arguments = make_rotation_arguments(persistent)
+    """Also of a run that resumes: there a persistent buffer is loaded from the checkpoint, since the new model has other
+    values."""
+    arguments = make_case_arguments((persistent, "gpipe"))
     train(out=tmp_path, quiet=True, **arguments)
     model = make_rotation_model(persistent)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -100,38 +78,22 @@ def test_weights_are_those_of_a_plain_loop(tmp_path: Path, persistent: bool) -> 
             optimizer.zero_grad()
     assert_same(arguments["model"].state_dict(), model.state_dict())
     assert ("0.rotations" in read_weights(tmp_path)) == persistent
+    again = make_case_arguments((persistent, "gpipe"))
+    if persistent:
+        again["model"][0].rotations.zero_()
+    train(out=tmp_path, quiet=True, resume_from=2, **again)
+    assert_same(again["model"].state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16", "bfloat16_mixed"])
+@pytest.mark.parametrize("precision", ["float64", "bfloat16", "bfloat16_mixed"])
 def test_a_buffer_stays_complex_in_every_precision(tmp_path: Path, precision: str) -> None:
     """At the end the caller's model has its original dtype and values again."""
-    arguments = make_rotation_arguments(precision=precision)
-    dtypes = []
-    record_dtype = lambda module, inputs, output: dtypes.append(output[1].dtype)  # noqa: E731
-    arguments["model"][0].register_forward_hook(record_dtype)
+    arguments = make_case_arguments((True, "gpipe"), precision=precision)
+    table, dtypes = arguments["model"][0], set()
+    table.register_forward_hook(lambda module, inputs, output: dtypes.add(output[1].dtype))
     train(out=tmp_path, quiet=True, **arguments)
-    assert set(dtypes) == {torch.complex128 if precision == "float64" else torch.complex64}
-    rotations = arguments["model"][0].rotations
-    assert rotations.dtype == torch.complex64 and torch.equal(
-        rotations, torch.polar(torch.ones(4), ANGLES)
-    )
-
-
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-def test_a_run_resumes_with_its_buffer(tmp_path: Path, precision: str) -> None:
-    """The buffer is loaded from the checkpoint: the new model has other values here."""
-    train(out=tmp_path / "straight", quiet=True, **make_rotation_arguments(precision=precision))
-    train(out=tmp_path / "resumed", quiet=True, **make_rotation_arguments(precision=precision))
-    arguments = make_rotation_arguments(precision=precision)
-    arguments["model"][0].rotations.zero_()
-    train(out=tmp_path / "resumed", quiet=True, resume=True, resume_from=2, **arguments)
-    assert_same(read_weights(tmp_path / "straight"), read_weights(tmp_path / "resumed"))
-    assert torch.equal(arguments["model"][0].rotations, torch.polar(torch.ones(4), ANGLES))
-
-
-def make_case_arguments(case: Any) -> Dict[str, Any]:
-    persistent, method = case
-    return make_rotation_arguments(persistent, method)
+    assert dtypes == {torch.complex128 if precision == "float64" else torch.complex64}
+    assert table.rotations.dtype == torch.complex64 and torch.equal(table.rotations, ROTATIONS)
 
 
 def rotate_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -141,10 +103,9 @@ def rotate_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_complex_buffer_that_training_changes_is_refused() -> None:
-    arguments = make_rotation_arguments()
-    arguments["model"] = Composed(
-        rotate_buffer, inner=nn.Linear(8, 4), z=torch.ones(4, dtype=torch.cfloat)
-    )
+    arguments = make_case_arguments((True, "gpipe"))
+    z = torch.ones(4, dtype=torch.cfloat)
+    arguments["model"] = Composed(rotate_buffer, inner=nn.Linear(8, 4), z=z)
     arguments["config"] = arguments["config"].model_copy(update={"stages": 1})
     (fault,) = list_faults(build, **arguments)
     assert fault.startswith("model: z: complex, and training changes it")

@@ -52,56 +52,39 @@ def compute_idle_times(
 
 def compute_v_half(P: int) -> Tuple[float, float]:
     """Return V-half's bubble and activations as its authors' generator has them, for P > 2."""
-    return ((3 * P - 4) / 2 if P % 2 else (3 * P - 7) / 2), P // 2 + 1
+    return (3 * P - (4 if P % 2 else 7)) / 2, P // 2 + 1
 
 
 def compute_v_min(P: int) -> Tuple[float, float]:
     """Return V-min's bubble and activations in the same way."""
-    return (2 * P - 3.5 if P % 3 == 0 else 2 * P - 2.5), (P + 2 + (P % 3 == 2) * 2) // 3 + (
-        P % 3 == 0
-    )
+    bubble = 2 * P - (2.5 if P % 3 else 3.5)
+    return bubble, (P + 2 + (P % 3 == 2) * 2) // 3 + (P % 3 == 0)
 
 
-@pytest.mark.parametrize("P", range(2, 9))
-@pytest.mark.parametrize("rounds", [2, 3, 4])
+@pytest.mark.parametrize("P, rounds", [(2, 2), (3, 3), (4, 2), (5, 2), (6, 2), (7, 3), (8, 4)])
 def test_bubbles_and_activations_in_unit_times(P: int, rounds: int) -> None:
-    M = rounds * P
-    if P == 2:  # the V's of controllable memory are for more
-        assert (
-            compute_idle_times(make_batch_schedule("v_half", P, M))[0]
-            == compute_idle_times(make_batch_schedule("v_min", P, M))[0]
-            == 0.5
-        )
-    expected: Dict[
-        Tuple[str, int], Tuple[float, float, float]
-    ] = {  # makespan, span, most activations
-        ("interleaved_1f1b", 2): (1.5 * (P - 1), 1.5 * (P - 1), (3 * P - 1) / 2),
-        ("interleaved_1f1b", 3): (P - 1, P - 1, (4 * P - 1) / 3),
-        ("looped_bfs", 2): (1.5 * (P - 1), 1.5 * (P - 1), M),
-        ("zb_h1", 1): (P - 1, P - 1, P),
-        ("interleaved_zb", 1): (P - 1, P - 1, P),
-        ("interleaved_zb", 2): ((P - 1) / 2, (P - 1) / 2, 1.5 * P),
-        ("interleaved_zb", 3): ((P - 1) / 3, (P - 1) / 3, 5 * P / 3),
-        ("interleaved_zb", 4): ((P - 1) / 4, (P - 1) / 4, 7 * P / 4),
-        ("gpipe", 1): (3 * (P - 1), 3 * (P - 1), M),
-        ("pipedream_flush", 1): (3 * (P - 1), 3 * (P - 1), P),
-        ("zb_h2", 1): (P - 1, 0, 2 * P - 1),
-        ("zbv", 2): ((P - 1) / 2, 0, P),
-        ("v_half", 2): (compute_v_half(P)[0], compute_v_half(P)[0], compute_v_half(P)[1]),
-        ("v_min", 2): (compute_v_min(P)[0], compute_v_min(P)[0], compute_v_min(P)[1]),
-        ("dualpipe_v", 2): ((P - 1) / 2, (P - 1) / 2, P + 0.5),
-    }
-    for (name, v), (makespan, span, peak) in expected.items():
-        if P == 2 and name in ("v_half", "v_min"):
-            continue
+    M, edge = rounds * P, P - 1
+    # name, stages of a device, makespan, most activations
+    expected: List[Tuple[str, int, float, float]] = [
+        ("interleaved_1f1b", 2, 1.5 * edge, (3 * P - 1) / 2),
+        ("interleaved_1f1b", 3, edge, (4 * P - 1) / 3),
+        ("looped_bfs", 2, 1.5 * edge, M),
+        ("zb_h1", 1, edge, P),
+        *[("interleaved_zb", v, edge / v, (2 * v - 1) * P / v) for v in (1, 2, 3, 4)],
+        ("gpipe", 1, 3 * edge, M),
+        ("pipedream_flush", 1, 3 * edge, P),
+        ("zb_h2", 1, edge, 2 * P - 1),
+        ("zbv", 2, edge / 2, P),
+        ("dualpipe_v", 2, edge / 2, P + 0.5),
+    ]
+    # the V's of controllable memory are for more
+    if P > 2:
+        expected += [("v_half", 2, *compute_v_half(P)), ("v_min", 2, *compute_v_min(P))]
+    for name, v, makespan, peak in expected:
         schedule = make_batch_schedule(name, P, M, stages_per_device=v)
+        span = 0 if name in ("zb_h2", "zbv") else makespan
         assert compute_idle_times(schedule) == pytest.approx((makespan, span), abs=1e-9), name
         assert max(schedule.peak_activations()) == pytest.approx(peak), name
-    assert (
-        make_batch_schedule("interleaved_1f1b", P, M, stages_per_device=2).peak_activations()[-1]
-        == (P + 1) / 2
-    )
-    assert set(make_batch_schedule("zb_h1", P, M).peak_activations()) == {P}
 
 
 # p, m, F, I, W, c and the rates that the authors print (Qi et al. 2023): 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p
@@ -143,47 +126,36 @@ def test_rates_of_zbv_to_every_printed_digit(
     assert max(schedule.peak_activations()) <= P
 
 
-@pytest.mark.parametrize(("P", "M"), [(3, 8), (4, 9), (5, 13)])
+@pytest.mark.parametrize(("P", "M"), [(3, 8), (5, 13)])
 def test_zero_bubble_takes_any_number_of_microbatches(P: int, M: int) -> None:
-    assert compute_idle_times(make_batch_schedule("zb_h1", P, M)) == (
-        P - 1,
-        P - 1,
-    ) and compute_idle_times(make_batch_schedule("zb_h2", P, M)) == (P - 1, 0)
-    assert max(make_batch_schedule("zb_h1", P, M).peak_activations()) == P
+    assert compute_idle_times(make_batch_schedule("zb_h1", P, M)) == (P - 1, P - 1)
+    assert compute_idle_times(make_batch_schedule("zb_h2", P, M)) == (P - 1, 0)
 
 
 # --- laws of every order
 
 
-@pytest.mark.parametrize("name", GENERATED)
-@pytest.mark.parametrize(("P", "M"), [(1, 2), (2, 4), (3, 7), (4, 8), (5, 10)])
+ORDERED = [(name, P, M) for name in GENERATED for P, M in ((1, 2), (2, 4), (3, 6), (4, 8), (5, 10))]
+# plans of the V failed where a device had begun all microbatches before one came back: 2 to 2 P - 2 of them
+FEW = [("zbv", P, M) for P in (2, 3, 4) for M in range(1, 2 * P)] + [("zb_h1", 3, 7)]
+
+
+@pytest.mark.parametrize("name, P, M", ORDERED + FEW)
 def test_orders_run_flush_and_take_microbatches_in_order(name: str, P: int, M: int) -> None:
-    if M % max(M // P, 1):
-        M -= M % P  # whole rounds
-    v = METHODS[name].order.stages_per_device  # type: ignore[union-attr]
-    schedule = make_schedule(METHODS[name], P * v, 2 * M + (M if P > 1 else 0), M, drains=[M])
+    method = METHODS[name]
+    P *= method.order.stages_per_device  # type: ignore[union-attr]
+    schedule = make_schedule(method, P, 2 * M, M, drains=[M])
     assert all(schedule.keeps_order(kind) for kind in schedule.passes)
-    slots = {kind: schedule.slots(kind, 0, schedule.microbatches) for kind in schedule.passes}
+    slots = {kind: schedule.slots(kind, 0, 2 * M) for kind in schedule.passes}
     whole = {(s, m) for s, m in zip(*map(list, schedule.is_whole.nonzero()))}
     for kind, table in slots.items():
-        for stage, row in enumerate(table.tolist()):
-            for m, slot in enumerate(row):
-                for need in list_needs(Action(kind, m, stage), schedule.stages, whole):
-                    assert slots[need.kind][need.stage, need.index] < slot
-    versions = VersionTable(schedule, METHODS[name])
-    batches = [[m // M for m in range(schedule.microbatches)]] * schedule.stages
-    assert versions.forward(0, schedule.microbatches).tolist() == batches
-    assert versions.backward(0, schedule.microbatches).tolist() == batches
-    assert count_weight_copies(versions).tolist() == [1] * schedule.stages
-
-
-@pytest.mark.parametrize(("P", "M"), [(P, M) for P in (2, 3, 4) for M in range(1, 2 * P)])
-def test_zbv_runs_fewer_microbatches_than_fill_its_v(P: int, M: int) -> None:
-    """Story: plans failed where a device had begun all microbatches before one came back.
-
-    These have 2 to 2 P - 2 microbatches.
-    """
-    test_orders_run_flush_and_take_microbatches_in_order("zbv", P, M)
+        for (stage, m), slot in np.ndenumerate(table):
+            for need in list_needs(Action(kind, m, stage), P, whole):
+                assert slots[need.kind][need.stage, need.index] < slot
+    versions = VersionTable(schedule, method)
+    batches = [[m // M for m in range(2 * M)]] * P
+    assert [window.tolist() for window in versions.window(0, 2 * M)] == [batches] * 2
+    assert count_weight_copies(versions).tolist() == [1] * P
 
 
 def test_a_whole_backward_among_split_ones_passes_its_gradient_on_at_its_end() -> None:
@@ -198,15 +170,10 @@ def test_a_whole_backward_among_split_ones_passes_its_gradient_on_at_its_end() -
     assert compute_bubbles(schedule, (2, 3, 5), 1).makespan == 2 + 1 + 2 + 3 + 5 + 1 + 3 + 5
 
 
-def test_unequal_stages_are_bound_by_the_busiest_device() -> None:
-    schedule = make_batch_schedule("zb_h1", 2, 4)
-    bubbles = compute_bubbles(schedule, (1, 1, 1), work=(3, 1))
+def test_the_busiest_device_bounds_and_stages_of_one_device_send_no_message() -> None:
+    bubbles = compute_bubbles(make_batch_schedule("zb_h1", 2, 4), (1, 1, 1), work=(3, 1))
     assert bubbles.span == bubbles.makespan == 4 * 3 * 1.5 and bubbles.bubble_rate == 0
-
-
-def test_stages_of_one_device_send_no_message() -> None:
-    schedule = make_batch_schedule("zbv", 1, 4)
-    assert compute_bubbles(schedule, (1, 1, 1), 100).makespan == 12
+    assert compute_bubbles(make_batch_schedule("zbv", 1, 4), (1, 1, 1), 100).makespan == 12
 
 
 # --- asynchronous
@@ -243,20 +210,6 @@ def test_a_long_run_repeats_its_middle(args: Dict[str, Any], P: int, M: int) -> 
             for k, slot in enumerate(long.slots(kind, first, last)[stage])
         }
         assert long.cells(stage, at, at + 40) == [slots.get(slot) for slot in range(at, at + 40)]
-
-
-def test_late_weight_gradients_fill_waits_for_slow_links_at_the_price_of_delay() -> None:
-    P, M, link = 4, 60, 0.7
-    plain, split = (resolve_method("pipedream", args) for args in ({}, ASYNCHRONOUS[0]))
-    schedules = [make_schedule(method, P, M, 1) for method in (plain, split)]
-    waits = [compute_bubbles(schedule, (1, 1, 1), link).span_bubble_rate for schedule in schedules]
-    assert waits[1] < waits[0]
-    delays = [
-        VersionTable(schedule, method).greatest_lag()
-        for schedule, method in zip(schedules, (plain, split))
-    ]
-    assert (delays[1] >= delays[0]).all() and delays[1].sum() > delays[0].sum()
-    assert max(schedules[1].peak_activations()) <= P
 
 
 # --- against PyTorch
@@ -378,6 +331,9 @@ def test_both_files_that_pytorch_writes_have_the_same_passes(
 # --- bad input
 
 
+CANNOT = "the schedule cannot run: "
+
+
 @pytest.mark.parametrize("text, where", [
     ("0F0,0B0\n1F0,1X0\n", "row 2, cell 2: 1X0: "),
     ("0F0,0F0,0B0\n", "row 1, cell 2: 0F0: "),
@@ -386,30 +342,20 @@ def test_both_files_that_pytorch_writes_have_the_same_passes(
     ("0F0,0B0\n,,\n", "row 2: "),
     ("(0F1;0F0)OVERLAP_F_B\n", "row 1, cell 1: "),
     ("", ""),
-])  # fmt: skip
-def test_a_bad_cell_is_named_with_file_row_and_cell(text: str, where: str, tmp_path: Path) -> None:
-    path = tmp_path / "bad.csv"
-    path.write_text(text)
-    faults = list_faults(read_csv, str(path))
-    assert len(faults) == 1 and faults[0].startswith(f"{path}: {where}")
-
-
-@pytest.mark.parametrize("text, where", [
     ("0F0,0B0,0F1\n", "row 1: B1 on stage 0"),  # missing
     ("0F0,0I0\n", "row 1: W0 on stage 0"),
     ("0F0,0I0,0W0,,0B0\n", "row 1, cell 5: B0 on stage 0"),
-    ("0B0,0F0\n", "row 1, cell 1: the schedule cannot run: B0 on stage 0 waits for F0 on stage 0"),
-    ("0F0,0B0,0F1,0W1,,0I1\n", "row 1, cell 4: the schedule cannot run: W1 on stage 0"),
+    ("0F0,0I0,0B0,0W0\n", "row 1, cell 3: B0 on stage 0"),  # all three of a microbatch
+    ("0B0,0F0\n", f"row 1, cell 1: {CANNOT}B0 on stage 0 waits for F0 on stage 0"),
+    ("0F0,0B0,0F1,0W1,,0I1\n", f"row 1, cell 4: {CANNOT}W1 on stage 0"),
+    ("0F0,0W0,0B0\n", f"row 1, cell 2: {CANNOT}W0 on stage 0"),
 ])  # fmt: skip
 def test_rows_that_cannot_run_name_the_file_the_row_and_the_cell(
     text: str, where: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
-    count = 1 + text.count("F1")
-    (fault,) = list_faults(
-        lambda: make_schedule(resolve_method("rows", {"file": str(path)}), 1, count, count)
-    )
+    (fault,) = list_faults(lambda: lay_out(read_csv(str(path))))
     assert fault.startswith(f"{path}: {where}")
 
 
@@ -423,19 +369,8 @@ def test_ipus_name_the_cell_that_they_cannot_run(text: str, cell: str, tmp_path:
     (fault,) = check_method(resolve_method("rows", {"file": str(path)}))
     assert fault.startswith("method: rows: ") and f"{path}: {cell}" in fault
     for name, args in (("zb_h1", {}), ("pipedream", {"split_backward": True})):
-        assert [fault[: len(name) + 10] for fault in check_method(resolve_method(name, args))] == [
-            f"method: {name}: "
-        ]
-
-
-def test_an_overlapped_pair_is_a_forward_and_then_a_backward(tmp_path: Path) -> None:
-    path = tmp_path / "pair.csv"
-    path.write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
-    assert lay_out(read_csv(str(path))).slots == 4
-    assert [action.kind for action in read_csv(str(path)).rows[0]][1:3] == [
-        Kind.FORWARD,
-        Kind.BACKWARD,
-    ]
+        (fault,) = check_method(resolve_method(name, args))
+        assert fault.startswith(f"method: {name}: ")
 
 
 WHOLE = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
@@ -480,19 +415,6 @@ def test_communication_in_rows_is_skipped_with_one_warning(tmp_path: Path) -> No
     assert all(f"1 {kind}" in str(records[0].message) for kind in COMMUNICATION)
     lowered.write_text(WHOLE + "2UNSHARD,2RESHARD\n")
     assert [fault.split(": ")[1] for fault in list_faults(read_csv, str(lowered))] == ["row 3"]
-
-
-@pytest.mark.parametrize("text, where", [
-    ("0F0,0I0,0B0,0W0\n", "row 1, cell 3: B0 on stage 0"),  # all three of a microbatch
-    ("0F0,0W0,0B0\n", "row 1, cell 2: the schedule cannot run: W0 on stage 0"),
-])  # fmt: skip
-def test_an_older_backward_that_cannot_run_names_its_cell(
-    text: str, where: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "bad.csv"
-    path.write_text(text)
-    (fault,) = list_faults(lambda: lay_out(read_csv(str(path))))
-    assert fault.startswith(f"{path}: {where}")
 
 
 @pytest.mark.parametrize("name, args, stages, microbatches, key", [

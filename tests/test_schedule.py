@@ -4,7 +4,7 @@ how they print."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from slot_simulation import PLAYED, Simulated, simulate
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput
-from ipu_pipe.schedule.actions import Action, Kind, get_pass_needs, list_needs
+from ipu_pipe.schedule.actions import Action, Kind, list_needs
 from ipu_pipe.schedule.clock import Costs, clock
 from ipu_pipe.schedule.methods import METHODS, SCHEDULES, Method, Reads, Timeline, resolve_method
 from ipu_pipe.schedule.rows import format_csv, format_text, from_rows
@@ -23,14 +23,11 @@ from ipu_pipe.schedule.table import Schedule, SlotHolds
 from ipu_pipe.schedule.timelines import compute_utilization, make_schedule
 from ipu_pipe.schedule.versions import (
     VersionTable,
-    find_segment_ends,
-    find_segment_heads,
-    recompute_slots,
 )
 from tests.support.runs import list_faults
 from tests.support.slow import mark_slow
 
-SIZES = [(P, M) for P in range(1, 8) for M in range(1, 21)]
+SIZES = [(P, M) for P in range(1, 8) for M in (*range(1, 9), 12, 13, 20)]
 
 
 def list_update_sizes(method: Method, P: int, M: int) -> List[int]:
@@ -53,22 +50,25 @@ QUICK = {"gpipe", "pipedream_flush", "pipedream", "pipelined_backprop", "local_o
 
 @pytest.mark.parametrize("name", mark_slow(PLAYED, QUICK.__contains__))
 def test_slots_equal_the_simulated_ones(name: str) -> None:
+    """Of forwards, backwards and updates, and the most microbatches in flight."""
     method = METHODS[name]
     for P, M in SIZES:
         for N in list_update_sizes(method, P, M):
-            expected, schedule = simulate_method(method, P, M, N), make_schedule(method, P, M, N)
-            forward, backward = (
-                schedule.slots(Kind.FORWARD, 0, M),
-                schedule.slots(Kind.BACKWARD, 0, M),
-            )
-            slots = {(s, "F", m): int(forward[s, m]) for s in range(P) for m in range(M)}
-            slots.update({(s, "B", m): int(backward[s, m]) for s in range(P) for m in range(M)})
-            assert slots == expected.slots, (P, M, N)
-            assert schedule.slot_count == expected.length
-            updates = schedule.slots(Kind.UPDATE, 0, schedule.update_count).tolist()
-            assert [
-                [(slot, k) for k, slot in enumerate(row)] for row in updates
-            ] == expected.updates
+            schedule = make_schedule(method, P, M, N)
+            played, length, updates = simulate_method(method, P, M, N)
+            slots = {
+                (s, kind.value, m): slot
+                for kind in (Kind.FORWARD, Kind.BACKWARD)
+                for s, row in enumerate(schedule.slots(kind, 0, M).tolist())
+                for m, slot in enumerate(row)
+            }
+            assert slots == played and schedule.slot_count == length, (P, M, N)
+            made = schedule.slots(Kind.UPDATE, 0, schedule.update_count).tolist()
+            assert made == [[slot for slot, _ in row] for row in updates]
+            for s, most in enumerate(schedule.max_in_flight().tolist()):
+                begun, ended = ([played[s, kind, m] for m in range(M)] for kind in "FB")
+                counts = [sum(f <= at <= b for f, b in zip(begun, ended)) for at in begun]
+                assert max(counts) == most, (P, M, N)
 
 
 @pytest.mark.parametrize("name", PLAYED)
@@ -94,34 +94,13 @@ def test_windows_and_counts_agree_with_the_simulated_slots(name: str) -> None:
         assert schedule.busy_share() == pytest.approx(busy, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", mark_slow(PLAYED, QUICK.__contains__))
-def test_most_in_flight_equals_the_count_over_the_simulated_slots(name: str) -> None:
-    method = METHODS[name]
-    for P, M in SIZES[::3]:
-        for N in list_update_sizes(method, P, M):
-            slots = simulate_method(method, P, M, N).slots
-            most = [
-                max(
-                    sum(slots[s, "F", o] <= slots[s, "F", m] <= slots[s, "B", o] for o in range(M))
-                    for m in range(M)
-                )
-                for s in range(P)
-            ]
-            assert make_schedule(method, P, M, N).max_in_flight().tolist() == most, (P, M, N)
-
-
-@pytest.mark.parametrize("P", [1, 2, 3, 8, 107])
+@pytest.mark.parametrize("P", [1, 2, 8, 107])
 def test_planned_utilization(P: int) -> None:
-    for N in (1, 4, 8, 16):
-        assert compute_utilization(METHODS["naive"], P, N) == pytest.approx(1 / P, rel=1e-12)
-        assert compute_utilization(METHODS["gpipe"], P, N) == pytest.approx(
-            N / (N + P - 1), rel=1e-12
-        )
-        assert compute_utilization(METHODS["pipedream_flush"], P, N) == pytest.approx(
-            N / (N + P - 1), rel=1e-12
-        )
-        for name in ("pipedream", "pipemare", "pipelined_backprop"):
-            assert compute_utilization(METHODS[name], P, N) == 1.0
+    for N in (1, 4, 16):
+        expected = {"naive": 1 / P, **dict.fromkeys(("gpipe", "pipedream_flush"), N / (N + P - 1))}
+        expected.update(dict.fromkeys(("pipedream", "pipemare", "pipelined_backprop"), 1.0))
+        for name, share in expected.items():
+            assert compute_utilization(METHODS[name], P, N) == pytest.approx(share, rel=1e-12)
     assert compute_utilization(METHODS["pipedream_2bw"], P, P) == 1.0
 
 
@@ -153,9 +132,15 @@ def test_the_pipeline_is_empty_at_a_drain_and_then_starts_over(name: str) -> Non
     assert (np.diff(schedule.slots(Kind.UPDATE, 0, 7), axis=1) > 0).all()
 
 
-def test_equal_segments_are_one_part() -> None:
+def test_equal_segments_are_one_part_and_end_at_a_drain() -> None:
     parts = make_schedule(METHODS["pipemare"], 3, 1000, 2, drains=range(0, 1000, 10)).stretches
     assert [(part.repeats, part.microbatches) for part in parts] == [(100, 10)]
+    drained = make_schedule(METHODS["pipedream"], 3, 40, 4, drains=[8, 24])
+    intervals = [drained.get_drain_interval(k) for k in range(10)]
+    assert intervals == [(0, 2)] * 2 + [(2, 6)] * 4 + [(6, 10)] * 4
+    for name in ("naive", "gpipe", "pipedream_flush"):  # empty after every update, or within it
+        flushed = make_schedule(METHODS[name], 3, 40, 4)
+        assert [flushed.get_drain_interval(k) for k in range(10)] == [(k, k + 1) for k in range(10)]
 
 
 @pytest.mark.parametrize("drain", [3, -2, 12])
@@ -174,90 +159,34 @@ def test_a_warm_up_is_of_whole_batches_unless_the_run_ends_within_it() -> None:
 # --- the needs of an action, and the proof
 
 
-def test_a_stretch_begins_and_ends_at_a_drain() -> None:
-    drained = make_schedule(METHODS["pipedream"], 3, 40, 4, drains=[8, 24])
-    assert [drained.get_drain_interval(k) for k in (0, 1, 2, 5, 6, 9)] == [
-        (0, 2),
-        (0, 2),
-        (2, 6),
-        (2, 6),
-        (6, 10),
-        (6, 10),
-    ]
-    for name in ("naive", "gpipe", "pipedream_flush"):  # empty after every update, or within it
-        assert [
-            make_schedule(METHODS[name], 3, 40, 4).get_drain_interval(k) for k in (0, 3, 9)
-        ] == [(0, 1), (3, 4), (9, 10)]
+@pytest.mark.parametrize("kind, stage, needs", [
+    (Kind.FORWARD, 0, []), (Kind.FORWARD, 2, ["F1 on stage 1"]), (Kind.BACKWARD, 1, ["F1 on stage 1", "B1 on stage 2"]),
+    (Kind.BACKWARD, 2, ["F1 on stage 2"]), (Kind.INPUT_GRADIENT, 1, ["F1 on stage 1", "I1 on stage 2"]),
+    (Kind.WEIGHT_GRADIENT, 1, ["I1 on stage 1"]), (Kind.RECOMPUTE, 2, ["F1 on stage 2", "R1 on stage 1"]),
+])  # fmt: skip
+def test_the_actions_that_an_action_needs(kind: Kind, stage: int, needs: List[str]) -> None:
+    assert [str(need) for need in list_needs(Action(kind, 1, stage), 3)] == needs
 
 
-def test_the_actions_that_an_action_needs() -> None:
-    def list_need_names(kind: Kind, index: int, stage: int) -> List[str]:
-        return [str(need) for need in list_needs(Action(kind, index, stage), 3)]
-
-    assert list_need_names(Kind.FORWARD, 1, 0) == []
-    assert list_need_names(Kind.FORWARD, 1, 2) == ["F1 on stage 1"]
-    assert list_need_names(Kind.BACKWARD, 1, 1) == ["F1 on stage 1", "B1 on stage 2"]
-    assert get_pass_needs(Kind.BACKWARD, local=True) == ((Kind.FORWARD, 0),)
-    assert list_need_names(Kind.BACKWARD, 1, 2) == ["F1 on stage 2"]
-    assert list_need_names(Kind.INPUT_GRADIENT, 1, 1) == ["F1 on stage 1", "I1 on stage 2"]
-    assert list_need_names(Kind.WEIGHT_GRADIENT, 1, 1) == ["I1 on stage 1"]
-    assert list_need_names(Kind.RECOMPUTE, 1, 2) == ["F1 on stage 2", "R1 on stage 1"]
-    assert get_pass_needs(Kind.RECOMPUTE, begins_segment=True) == ((Kind.FORWARD, 0),)
+def lay_out_slots(forward: Any, backward: Any, holds: SlotHolds = SlotHolds.ONE) -> Schedule:
+    """Return a schedule of slots by stage and microbatch, one batch."""
+    tables = {Kind.FORWARD: np.array(forward), Kind.BACKWARD: np.array(backward)}
+    P, M = tables[Kind.FORWARD].shape
+    return Schedule(P, M, M, holds, (Stretch(0, 0, 1, 64, M, LaidOut(tables)),))
 
 
-@pytest.mark.parametrize(("P", "segments"), [(2, 1), (2, 2), (5, 2), (9, 3), (9, 9)])
-@pytest.mark.parametrize("turn", [0, 1])
-def test_recomputations_come_after_what_they_need(P: int, segments: int, turn: int) -> None:
-    """Only the first stage of a segment may begin before the previous stage has recomputed,
-    since it stashed its input."""
-    method = resolve_method("pipemare", {"turn": turn, "recompute": {"segments": segments}})
-    schedule, M = make_schedule(method, P, 3 * P, 1), 3 * P
-    slots = {kind: schedule.slots(kind, 0, M) for kind in (Kind.FORWARD, Kind.BACKWARD)}
-    slots[Kind.RECOMPUTE] = recompute_slots(schedule, method, 0, M)
-    heads = np.flatnonzero(find_segment_heads(find_segment_ends(P, segments))).tolist()
-    assert len(heads) == segments
-
-    def find_late_stages(heads: List[int]) -> List[int]:
-        """Return the stages that recompute too early; a forward may be in the same slot (turn 0,
-        last stage)."""
-        return sorted({
-            s
-            for s in range(P)
-            for kind, offset in get_pass_needs(Kind.RECOMPUTE, begins_segment=s in heads)
-            if s + offset >= 0
-            and (slots[kind][s + offset] >= slots[Kind.RECOMPUTE][s] + (kind is Kind.FORWARD)).any()
-        })  # fmt: skip
-
-    assert find_late_stages(heads) == [] and find_late_stages([]) == heads[1:]
-    assert (slots[Kind.RECOMPUTE] <= slots[Kind.BACKWARD]).all()
-
-
-def make_damaged_schedule(name: str, stage: int, kind: int, **changes: int) -> Schedule:
-    """Return a schedule of 3 stages whose first run of `kind` on `stage` is shifted or shortened."""
-    schedule = make_schedule(METHODS[name], 3, 6, 3)
-    part = schedule.stretches[0]
-    tables = {k: table.copy() for k, table in part.spell_out(3).items()}
-    row = list(tables.values())[kind][stage]
-    # the first run of passes in slots of one distance
-    end = next((m for m in range(2, len(row)) if row[m] - row[m - 1] != row[1] - row[0]), len(row))
-    row[:end] += changes.get("first_slot", 0) + changes.get("slot_step", 0) * np.arange(end)
-    damaged = replace(part, find=LaidOut(tables))
-    return replace(schedule, stretches=(damaged, *schedule.stretches[1:]))
-
-
-@pytest.mark.parametrize("name, stage, kind, changes, message", [
-    ("pipedream", 1, 0, {"first_slot": -1}, "F0 on stage 1 is in slot 0, but needs F0 on stage 0"),
-    ("gpipe", 0, 1, {"first_slot": -1}, "B0 on stage 0 is in slot 6, but needs B0 on stage 1, which is in slot 6"),
-    ("gpipe", 2, 1, {"first_slot": -1}, "stage 2 has two actions in slot 4"),
-    ("pipelined_backprop", 2, 1, {"first_slot": -1}, "B0 on stage 2 is in slot 1, but needs F0 on stage 2"),
-    ("gpipe", 0, 1, {"first_slot": 1}, "B2 on stage 0 is outside"),
-    ("pipedream", 2, 1, {"slot_step": -1}, "B1 on stage 2 is in slot 4, but needs F1 on stage 2, which is in slot"),
+@pytest.mark.parametrize("forward, backward, message", [
+    ([[0, 1], [0, 2]], [[5, 7], [4, 6]], "F0 on stage 1 is in slot 0, but needs F0 on stage 0"),
+    ([[0, 1], [1, 2]], [[3, 6], [3, 5]], "B0 on stage 0 is in slot 3, but needs B0 on stage 1, which is in slot 3"),
+    ([[0, 1], [1, 3]], [[5, 7], [3, 6]], "stage 1 has two actions in slot 3"),
+    ([[0, 1], [1, 5]], [[4, 6], [3, 4]], "B1 on stage 1 is in slot 4, but needs F1 on stage 1, which is in slot 5"),
+    ([[0, 1], [1, 2]], [[4, 64], [3, 5]], "B1 on stage 0 is outside"),
 ])  # fmt: skip
 def test_schedules_that_cannot_run_are_refused_naming_the_action(
-    name: str, stage: int, kind: int, changes: Dict[str, int], message: str
+    forward: Any, backward: Any, message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
-        make_damaged_schedule(name, stage, kind, **changes)
+        lay_out_slots(forward, backward)
 
 
 def test_stages_of_one_device_must_not_act_at_once() -> None:
@@ -299,27 +228,17 @@ def test_the_compact_proof_agrees_with_checking_every_slot(
     backward precedes its forward."""
     counts = [count for _, count, _ in forwards]
     backwards = [(b[0] + 3, count, b[2]) for b, count in zip(backwards * 3, counts)]
-    runs, slots = [], {0: [], 1: []}  # type: ignore[var-annotated]
+    slots: Dict[int, List[int]] = {0: [], 1: []}
     for kind, group in ((0, forwards), (1, backwards)):
-        first = 0
         for start, count, step in group:
-            runs.append((0, kind, first, count, start, step))
             slots[kind] += [start + step * k for k in range(count)]
-            first += count
     fits = all(len(set(taken)) == len(taken) for taken in slots.values())
     if slot_holds is SlotHolds.ONE:
         fits = fits and not set(slots[0]) & set(slots[1])
-    precedes_forward = [
-        b < f if slot_holds is SlotHolds.BOTH else b <= f for f, b in zip(slots[0], slots[1])
-    ]
-    fits = fits and not any(precedes_forward)
-    M = sum(counts)
-    tables = {
-        kind: np.array([slots[code]]) for code, kind in enumerate((Kind.FORWARD, Kind.BACKWARD))
-    }
-    part = Stretch(0, 0, 1, 64, M, LaidOut(tables))
+    is_both = slot_holds is SlotHolds.BOTH
+    fits = fits and all(b >= f if is_both else b > f for f, b in zip(slots[0], slots[1]))
     try:
-        schedule = Schedule(1, M, M, slot_holds, (part,))
+        schedule = lay_out_slots([slots[0]], [slots[1]], slot_holds)
     except BadInput:
         assert not fits
     else:
@@ -416,27 +335,14 @@ def test_csv_refuses_what_pytorch_cannot_express(name: str, reason: str) -> None
 # --- the table of methods
 
 
-def test_method_arguments_change_the_axes() -> None:
-    stashing = resolve_method(
-        "pipelined_backprop", {"stash": True, "t1": {"anneal_updates": 5}, "turn": None}
-    )
-    assert (stashing.pipeline, stashing.turn, stashing.backward_reads) == (
-        Timeline.DATAFLOW,
-        0,
-        Reads.STASHED,
-    )
-    dataflow = resolve_method("pipedream", {"schedule": "dataflow", "turn": 1})
-    assert (dataflow.pipeline, dataflow.turn, dataflow.backward_reads) == (
-        Timeline.DATAFLOW,
-        1,
-        Reads.STASHED,
-    )
-    one_f_one_b = resolve_method("pipemare", {"schedule": "1f1b"})
-    assert (one_f_one_b.pipeline, one_f_one_b.turn, one_f_one_b.backward_reads) == (
-        Timeline.ONE_F_ONE_B,
-        0,
-        Reads.NEWEST,
-    )
+@pytest.mark.parametrize("name, args, axes", [
+    ("pipelined_backprop", {"stash": True, "turn": None}, (Timeline.DATAFLOW, 0, Reads.STASHED)),
+    ("pipedream", {"schedule": "dataflow", "turn": 1}, (Timeline.DATAFLOW, 1, Reads.STASHED)),
+    ("pipemare", {"schedule": "1f1b"}, (Timeline.ONE_F_ONE_B, 0, Reads.NEWEST)),
+])  # fmt: skip
+def test_method_arguments_change_the_axes(name: str, args: Dict[str, Any], axes: Any) -> None:
+    method = resolve_method(name, args)
+    assert (method.pipeline, method.turn, method.backward_reads) == axes
 
 
 def test_capped_1f1b_holds_fewer_microbatches_in_the_same_time() -> None:
@@ -469,18 +375,12 @@ def test_methods_refuse_with_the_reason(name: str, args: Dict[str, object], mess
 
 
 def test_schedules_and_versions_take_a_methods_name_and_are_shown_by_their_sizes() -> None:
-    """A name once raised an AttributeError, and the repr of a schedule contained the arrays of
-    its runs."""
-    for name in ("pipedream", "zbv"):
-        by_name, expected = (make_schedule(method, 4, 6, 3) for method in (name, METHODS[name]))
-        assert format_text(by_name) == format_text(expected)
-        versions = [
-            VersionTable(by_name, method).backward(0, 6).tolist()
-            for method in (name, METHODS[name])
-        ]
-        assert versions[0] == versions[1]
-        assert name in repr(by_name) and len(repr(make_schedule(name, 64, 960, 3))) < 100
-    assert repr(from_rows(["F0 B0".split()], 1)).startswith("Schedule(")
+    """A name once raised an AttributeError, and the repr of a schedule contained the arrays of its runs."""
+    schedule = make_schedule("pipedream", 4, 6, 3)
+    assert format_text(schedule) == format_text(make_schedule(METHODS["pipedream"], 4, 6, 3))
+    assert VersionTable(schedule, "pipedream").backward(0, 6).shape == (4, 6)
+    assert "zbv" in repr(make_schedule("zbv", 4, 6, 3))
+    assert len(repr(make_schedule("pipedream", 64, 960, 3))) < 100
     assert "pipedream_flush" in list_faults(make_schedule, "pipedream_flsh", 4, 6, 6)[0]
 
 

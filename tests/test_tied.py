@@ -1,99 +1,87 @@
-"""Check that a weight of several stages is trained as in plain PyTorch, stored once, or refused
-with the reason."""
+"""A weight of several stages is trained as in plain PyTorch, stored and counted once, or refused with the reason."""
 
 from __future__ import annotations
 
-import copy
+import importlib.util
+import json
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Tuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ipu_pipe
-from ipu_pipe.backends.processes.layout import require_separable
+from ipu_pipe.backends.processes import engine, layout
+from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.cut.cutting import cut_model
 from ipu_pipe.cut.verification import verify_pieces
 from ipu_pipe.model.stages import begin_stage, partition
+from ipu_pipe.run.build import build
+from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from tests.slot_simulation import PLAYED
-from tests.staged_models import TIED, TIES, draw_microbatches, join_stages, make_repeating_model
+from tests import forked
+from tests.staged_models import TIED, draw_microbatches, join_stages, make_repeating_model
 from tests.support.models import Composed
 from tests.support.processes import run_in_group
-from tests.support.runs import list_faults, needs_processes
-from tests.test_emulator_exact import (
-    OPTIMIZERS,
-    train_in_plain_loop,
-    train_literally,
-    train_on_emulator,
+from tests.support.runs import (
+    list_faults,
+    needs_processes,
+    read_json,
+    read_state,
+    read_summary,
+    read_trace_file,
+    read_weights,
+)
+from tests.test_emulator_exact import SHARING, make_seeded_stages
+from tests.tied_models import (
+    Gpt2,
+    RenormedEmbeddingModel,
+    SharedBatchNormModel,
+    make_language_model,
+    make_random_tokens,
 )
 
-SHARING = [name for name, method in PLAYED.items() if method.one_version]
-FLUSHING = [name for name in SHARING if METHODS[name].flushes]
+# ---- methods
 
 
-def make_seeded_stages(name: str, dtype: torch.dtype = torch.float64) -> List[nn.Module]:
-    torch.manual_seed(3)
-    return [stage.to(dtype) for stage in TIED[name]()]
-
-
-def separate_replicas(stages: List[nn.Module], name: str) -> List[nn.Module]:
-    """Replace each replica of a shared weight by a copy, and return the stages."""
-    for s, ties in TIES[name].items():
-        for weight in ties:
-            module, _, leaf = weight.rpartition(".")
-            submodule = stages[s].get_submodule(module)
-            setattr(submodule, leaf, nn.Parameter(getattr(submodule, leaf).detach().clone()))
-    return stages
-
-
-# ---- methods that share weights
-
-
-def test_methods_that_flush_and_2bw_share_weights() -> None:
-    assert SHARING == ["naive", "gpipe", "pipedream_flush", "pipedream_2bw"]
-
-
-@given(st.sampled_from(SHARING), st.integers(2, 6), st.integers(1, 4), st.integers(0, 5), st.data())
-def test_all_stages_of_methods_that_share_read_one_version_of_a_microbatch(
-    name: str, stages: int, batch: int, extra_batches: int, data: Any
-) -> None:
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.is_pipeline and n != "rows"])
+def test_stages_read_one_version_of_a_microbatch_where_a_method_shares_weights(name: str) -> None:
     method = resolve_method(name)
-    accumulate = batch if name != "pipedream_2bw" else max(batch, stages)
-    count = accumulate * (extra_batches + 2)
-    drains = data.draw(
-        st.lists(st.integers(1, extra_batches + 1).map(lambda k: k * accumulate), unique=True).map(
-            sorted
-        )
-    )
-    forward, backward = VersionTable(
-        make_schedule(method, stages, count, accumulate, drains), method
-    ).window(0, count)
-    assert (forward == forward[0]).all() and (backward == forward).all()
+    P = 4 * (method.order.stages_per_device if method.order else 1)
+    N = P if METHODS[name].one_version else 1
+    schedule = make_schedule(method, P, 10 * N, N, drains=[3 * N, 7 * N])
+    forward, backward = VersionTable(schedule, method).window(0, 10 * N)
+    is_one = (forward == forward[0]).all() and (backward == forward).all()
+    assert is_one == METHODS[name].one_version
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, m in METHODS.items() if not m.one_version and m.is_pipeline]
-)
-def test_stages_of_other_methods_read_different_versions(name: str) -> None:
-    method = resolve_method(name)
-    forward, _ = VersionTable(make_schedule(method, 4, 40, 1), method).window(0, 40)
-    assert (forward != forward[0]).any()
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.one_version])
+def test_other_methods_refuse_a_shared_weight_with_reason_and_remedy(name: str) -> None:
+    reason = resolve_method(name).one_stage_reason
+    model = join_stages(TIED["tied"]())
+    (fault,) = list_faults(partition, model, torch.randn(3, 12), one_stage=reason)
+    beginning = "stages: 1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight: both uses must be in one stage: "
+    assert fault.startswith(f"{beginning}with {name} ")
+    holder = ", method_args: {tied: holder}" if METHODS[name].can_share_weights else ""
+    assert fault.endswith(f"use method {', '.join(SHARING)}{holder}")
+    reasons = {
+        "local_sgd": "replicas step by themselves",
+        "randomized_pipedream": "single stages step by themselves",
+    }
+    delays = "two delays" if METHODS[name].structure is None else "two gradients"
+    assert reasons.get(name, delays) in fault
 
 
 # ---- stages of a shared weight
 
 
 def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None:
-    """Its name is that of the first module of the model that has it, here of the module that
-    runs last."""
-
+    """Its name is that of the first module of the model that has it, here of the module that runs last. A module that runs
+    on two stages uses its weights on both; a count of stages divides a shared weight where it may."""
     head, embedding = (nn.Linear(4, 4, bias=False) for _ in range(2))
     head.weight = embedding.weight
     middle = begin_stage(nn.Linear(4, 4))
@@ -109,109 +97,17 @@ def test_the_first_stage_that_uses_a_weight_holds_it_whatever_its_name() -> None
         "head.weight": [(0, "embedding.weight", False), (2, "head.weight", False)]
     }
     assert [part.list_replicas(s) for s in range(3)] == [[], [], ["head.weight"]]
-
-
-def test_a_module_that_runs_on_two_stages_uses_its_weights_on_both() -> None:
-    part = partition(make_repeating_model(), torch.randn(2, 12), one_stage=None)
-    names = [["0.weight", "0.bias"], ["1.weight", "1.bias"], [], ["4.weight", "4.bias"]]
-    assert [list(stage.parameters) for stage in part.stages] == names
-    assert part.list_replicas(2) == ["1.weight", "1.bias"]
-
-
-def test_a_count_divides_a_shared_weight_where_it_may() -> None:
-    model, x = join_stages(TIED["tied"]()), torch.randn(3, 12)
-    part = partition(model, x, 3, one_stage=None)
-    assert len(part) == 3 and part.list_replicas(2) == ["1.0.weight"]
-    assert not partition(model, x, 3).shared
-
-
-# ---- refusals
-
-
-@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if not m.one_version])
-def test_other_methods_refuse_a_shared_weight_with_reason_and_remedy(name: str) -> None:
-    (fault,) = list_faults(
-        partition,
-        join_stages(TIED["tied"]()),
-        torch.randn(3, 12),
-        one_stage=resolve_method(name).one_stage_reason,
-    )
-    beginning = "stages: 1.0.weight on stage 1 and 3.0.weight on stage 3 are one shared weight: both uses must be in one stage: "
-    assert fault.startswith(f"{beginning}with {name} ")
-    remedies = (
-        ": cut elsewhere, untie them, or use method naive, gpipe, pipedream_flush, pipedream_2bw"
-    )
-    remedies += ", method_args: {tied: holder}" if METHODS[name].can_share_weights else ""
-    assert fault.endswith(remedies)
-    reasons = {
-        "local_sgd": "replicas step by themselves",
-        "randomized_pipedream": "single stages step by themselves",
-    }
-    why = (
-        "two gradients" if METHODS[name].structure is not None else reasons.get(name, "two delays")
-    )
-    assert why in fault
-
-
-# ---- weights
-
-
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize("model", list(TIED))
-@pytest.mark.parametrize("method", SHARING)
-@pytest.mark.parametrize("accumulate, drains", [(5, ()), (7, (21, 28)), (1, ())])
-def test_weights_equal_those_of_the_literal_replay(
-    method: str, model: str, optimizer: str, accumulate: int, drains: Tuple[int, ...]
-) -> None:
-    resolved = resolve_method(method)
-    if method == "pipedream_2bw":
-        accumulate = max(accumulate, 5)
-    stages, microbatches = make_seeded_stages(model), draw_microbatches(accumulate * 8)
-    twin, unsplit = separate_replicas(copy.deepcopy(stages), model), join_stages(stages)
-    emulator = train_on_emulator(
-        unsplit, resolved, accumulate, microbatches, OPTIMIZERS[optimizer], drains
-    )
-    replayed = train_literally(
-        twin, resolved, accumulate, microbatches, OPTIMIZERS[optimizer], drains, ties=TIES[model]
-    )
-    states = emulator.work.rules.optimizer.state
-    parameters = [p for s, stage in enumerate(replayed) for p in stage.parameters.values()]
-    for (name, ours), theirs in zip(unsplit.named_parameters(), parameters):
-        assert torch.equal(ours, theirs), name
-        (counterpart,) = [
-            stage.optimizer.state[theirs]
-            for stage in replayed
-            if stage.optimizer and theirs in stage.optimizer.state
-        ]
-        assert all(
-            torch.equal(states[ours][entry], value) for entry, value in counterpart.items()
-        ), name
-    assert len(parameters) == len(list(unsplit.parameters()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model", [*TIED, "twice"])
-@pytest.mark.parametrize("method", FLUSHING)
-def test_methods_that_flush_are_plain_training(method: str, model: str, dtype: torch.dtype) -> None:
-    unsplit = (
-        make_repeating_model().to(dtype)
-        if model == "twice"
-        else join_stages(make_seeded_stages(model, dtype))
-    )
-    data, twin = draw_microbatches(24, dtype=dtype), copy.deepcopy(unsplit)
-    train_on_emulator(unsplit, resolve_method(method), 4, data, OPTIMIZERS["sgd"])
-    train_in_plain_loop(twin, data, 4, OPTIMIZERS["sgd"])
-    for (name, ours), theirs in zip(unsplit.named_parameters(), twin.parameters()):
-        assert torch.equal(ours, theirs), name
+    repeating = partition(make_repeating_model(), torch.randn(2, 12), one_stage=None)
+    assert repeating.list_replicas(2) == ["1.weight", "1.bias"]
+    tied, x = join_stages(TIED["tied"]()), torch.randn(3, 12)
+    assert partition(tied, x, 3, one_stage=None).list_replicas(2) == ["1.0.weight"]
+    assert not partition(tied, x, 3).shared
 
 
 def test_the_pieces_self_check_adds_gradients_as_autograd_does() -> None:
-    """One piece uses the weight twice and the next piece once: the sum of two gradients does not
-    occur in the whole model."""
-    model, x = (
-        join_stages(make_seeded_stages("thrice", torch.float32)),
-        draw_microbatches(1, 16, torch.float32)[0][0],
-    )
+    """One piece uses the weight twice and the next piece once: the sum of two gradients does not occur in the whole model."""
+    model = join_stages(make_seeded_stages("thrice", torch.float32))
+    x = draw_microbatches(1, 16, torch.float32)[0][0]
     verify_pieces(model, cut_model(model, ["4"], x), x)
 
 
@@ -229,55 +125,44 @@ def draw_tied_tokens(k: int) -> Tuple[torch.Tensor, torch.Tensor]:
     return x, (x * 3 + 1) % 11
 
 
-class TiedNet(nn.Module):
-    """An embedding, three layers, and a head that is the embedding; four stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(x)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return self.head(x).transpose(1, 2)
-
-
-def make_tied_pipeline(method: str, **keys: Any) -> ipu_pipe.Pipeline:
+def make_tied_net() -> Any:
+    """Return an embedding, three layers, and a head that is the embedding."""
     torch.manual_seed(0)
-    net = TiedNet().double()
+
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        x = m.embedding(x)
+        for layer in m.layers:
+            x = x + torch.tanh(layer(x))
+        return m.head(x).transpose(1, 2)
+
+    layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    head = nn.Linear(6, 11, bias=False)
+    net = Composed(forward, embedding=nn.Embedding(11, 6), layers=layers, head=head).double()
+    net.head.weight = net.embedding.weight
+    return net
+
+
+def train_holding(method: str, drains_at: int = -1, **keys: Any) -> Tuple[Any, Any]:
+    """Train four stages, with a drain after a step. Return the weights and the versions that forwards read."""
+    net, args = make_tied_net(), {"tied": "holder", **HOLDING[method]}
     sgd = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     stages = ["layers.0", "layers.1", "head"]
-    args = {"tied": "holder", **HOLDING[method]}
-    return ipu_pipe.Pipeline(
+    with ipu_pipe.Pipeline(
         net, cross_entropy, sgd, method, stages=stages, microbatches=1, method_args=args, **keys
-    )
-
-
-def train_holding(method: str, **keys: Any) -> Dict[str, torch.Tensor]:
-    """Train with a drain in between, and return the weights."""
-    with make_tied_pipeline(method, **keys) as pipe:
+    ) as pipe:
         for k in range(12):
             pipe.step(*draw_tied_tokens(k))
-            if k == 7:
+            if k == drains_at:
                 pipe.drain()
-        state = pipe.state_dict()
-    return dict(state.get("model", {}))
+        versions = pipe.versions.forward(0, 12)
+        return pipe.state_dict().get("model", {}), versions
 
 
 @pytest.mark.parametrize("method", ["pipedream", "pipelined_backprop"])
 def test_a_tied_weight_has_the_version_of_its_first_stage_in_all_uses(method: str) -> None:
     """By hand: each stage reads versions of its own, and the tied weight those of stage 0."""
-    pipe = make_tied_pipeline(method)
-    for k in range(12):
-        pipe.step(*draw_tied_tokens(k))
-    versions = pipe.versions.forward(0, 12)
-    pipe.drain()
-    torch.manual_seed(0)
-    net = TiedNet().double()
+    trained, versions = train_holding(method)
+    net = make_tied_net()
     named = dict(net.named_parameters())
     history = [{name: p.detach().clone() for name, p in named.items()}]
     momenta = {name: torch.zeros_like(p) for name, p in named.items()}
@@ -288,12 +173,9 @@ def test_a_tied_weight_has_the_version_of_its_first_stage_in_all_uses(method: st
             p.grad = None
         x, y = draw_tied_tokens(m)
         cross_entropy(net(x), y).backward()
-        newest = {}
         for name, p in named.items():
             momenta[name] = 0.9 * momenta[name] + p.grad
-            newest[name] = history[-1][name] - 0.1 * momenta[name]
-        history.append(newest)
-    trained = dict(pipe.model.named_parameters())
+        history.append({name: w - 0.1 * momenta[name] for name, w in history[-1].items()})
     assert int(versions[0, 11]) < int(versions[3, 11])
     for name, value in history[-1].items():
         assert float((trained[name] - value).abs().max()) < 1e-12, name
@@ -301,7 +183,7 @@ def test_a_tied_weight_has_the_version_of_its_first_stage_in_all_uses(method: st
 
 def train_holding_on_ranks(rank: int, folder: Path) -> None:
     for method in HOLDING:
-        weights = train_holding(method, backend="distributed", deadline=60)
+        weights, _ = train_holding(method, 7, backend="distributed", deadline=60)
         if rank == 0:
             torch.save(weights, folder / f"{method}.pt")
 
@@ -310,13 +192,9 @@ def train_holding_on_ranks(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_processes_hold_tied_weights_as_the_emulator(tmp_path: Path) -> None:
     run_in_group(4, train_holding_on_ranks, tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     for method in HOLDING:
-        expected = train_holding(method)
-        actual = torch.load(tmp_path / f"{method}.pt")
+        expected, actual = train_holding(method, 7)[0], torch.load(tmp_path / f"{method}.pt")
         assert all(torch.equal(value, actual[name]) for name, value in expected.items()), method
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("method", ["pipemare", "spectrain", "local_greedy", "local_sgd"])
@@ -325,13 +203,141 @@ def test_methods_whose_passes_read_several_versions_have_no_holder(method: str) 
     assert fault.startswith(f"method_args.tied: holder: with {method} ")
 
 
-def test_a_stage_copies_weights_of_one_holder_only() -> None:
-    net = TiedNet()
+# ---- runs
+
+ADAM = {"name": "adam", "lr": 0.01, "weight_decay": 0.01}
+third_party = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="needs transformers",
+)
+
+
+def make_tied_config(method: str, **keys: Any) -> Any:
+    """Return a config of six updates of 4 microbatches of 2 samples."""
+    base: Dict[str, Any] = {
+        "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 6, "optimizer": ADAM,
+        "log": {"every": 1, "tensorboard": False}, "checkpoint": {"every": 3, "keep": 9},
+    }  # fmt: skip
+    return configure(method=method, **{**base, **keys})
+
+
+def make_seeded_language_model(kind: str, **args: Any) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return make_language_model(**args) if kind == "lm" else Gpt2(**args)
+
+
+@pytest.mark.parametrize("kind", ["lm", pytest.param("gpt2", marks=third_party)])
+def test_a_run_is_plain_training_and_its_checkpoint_fits_the_plain_model(
+    tmp_path: Path, kind: str
+) -> None:
+    ours, plain, loaded = (make_seeded_language_model(kind) for _ in range(3))
+    data = make_random_tokens()
+    settings = make_tied_config("pipedream_flush", clip={"norm": 0.3, "scope": "global"})
+    summary = train(settings, tmp_path, model=ours, data=data, quiet=True)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.01, weight_decay=0.01)
+    for m in range(24):
+        epoch, index = divmod(m, data.train_batches_per_epoch(2))
+        x, y = data.train_batch(epoch, index, 2)
+        (cross_entropy(plain(x), y) / 4).backward()
+        if m % 4 == 3:
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.3, foreach=False)
+            optimizer.step()
+            optimizer.zero_grad()
+    loaded.load_state_dict(read_weights(tmp_path), strict=True)
+    assert len(summary["stages"]) >= 3
+    for a, b, c in zip(ours.parameters(), plain.parameters(), loaded.parameters()):
+        assert torch.equal(a, b) and torch.equal(c, b)
+
+
+def test_a_weight_is_counted_once_besides_its_replica(tmp_path: Path) -> None:
+    stages = []
+    for tied in (True, False):
+        model = make_seeded_language_model("lm", tied=tied)
+        data, out = make_random_tokens(), tmp_path / str(tied)
+        train(make_tied_config("gpipe", steps=1), out, model=model, data=data, quiet=True)
+        stages.append(read_json(out / "memory.json")["stages"])
+    size = 23 * 8
+    for number, (ours, theirs) in enumerate(zip(*stages), 1):
+        fewer = size * (number == len(stages[0]))
+        assert ours["parameters"] == theirs["parameters"] - fewer
+        # the replica is there
+        assert ours["weight_bytes"] == theirs["weight_bytes"]
+        assert ours["gradient_bytes"] == theirs["gradient_bytes"]
+        assert ours["optimizer_bytes"] == theirs["optimizer_bytes"] - 8 * fewer - 4 * bool(fewer)
+    entries = [name for name in read_state(tmp_path / "True") if name.startswith("optimizer/")]
+    of_embedding = {name.rpartition("/")[2] for name in entries if "embedding.tokens" in name}
+    assert of_embedding == {"exp_avg", "exp_avg_sq", "step"}
+    assert not any(name.startswith("optimizer/head") for name in entries)
+
+
+@pytest.mark.slow
+@needs_processes
+def test_processes_with_replicas_send_and_hold_what_was_planned(tmp_path: Path) -> None:
+    how: Dict[str, Any] = {
+        "model": {"entry": "tests.tied_models:make_language_model"}, "data": {"name": "tests.tied_models:make_random_tokens"},
+        "method": "pipedream_flush", "micro_batch_size": 2, "gradient_accumulation": 4, "steps": 4, "optimizer": ADAM,
+        "clip": {"norm": 0.3, "scope": "global"}, "stages": ["block2"], "replicas": 2, "backend": {"threads": 1},
+        "log": {"every": 1, "tensorboard": False},
+    }  # fmt: skip
+    file, ranks = tmp_path / "run.yaml", tmp_path / "ranks"
+    file.write_text(json.dumps(how))  # which is YAML
+    more = ["--out", str(ranks), "--set", "backend.name=distributed"]
+    done = forked.run_ranks(4, "train", [str(file), *more])
+    assert done.code == 0, done.error
+    expected = train(load_config(str(file), []), tmp_path / "one", quiet=True)
+    links = read_summary(ranks)["links"]
+    assert links == sorted(expected["links"], key=lambda link: (link["src"], link["dst"]))
+    size = 23 * 8 * 4  # of the embedding
+    (back,) = [link for link in links if link["src"] == 1]
+    assert back["bytes"] == 16 * (size + 2 * 6 * 8 * 4) and back["messages"] == 32
+    held = [device["weights"] for device in read_json(ranks / "memory.json")["peak_memory"]]
+    assert held == [stage["weight_bytes"] for stage in expected["stages"]] * 2  # the replica, too
+    events = read_trace_file(ranks)["traceEvents"]
+    sends = [e for e in events if e.get("ph") == "X" and e["name"].startswith("send")]
+    carried = [e["args"].get("carries") for e in sends]
+    assert carried.count("tied gradients") == 2 * 16 and carried.count("weights") == 2 * 4
+
+
+def make_apart() -> nn.Module:
+    apart = RenormedEmbeddingModel()
+    apart[2].weight = nn.Parameter(apart[0].weight.data)
+    return apart
+
+
+@pytest.mark.parametrize("method, make, beginning", [
+    ("pipemare", make_language_model, "stages: embedding.tokens.weight on stage 0 and head.weight on stage 3 are one"),
+    ("gpipe", SharedBatchNormModel, "model: 1.running_mean"),
+    ("gpipe", RenormedEmbeddingModel, "model: 0.weight: the forward changes this weight (max_norm of an embedding?)"),
+    ("gpipe", make_apart, "model: 0.weight on stage 0 and 2.weight on stage 1 are two parameters in one memory"),
+])  # fmt: skip
+def test_weights_that_processes_cannot_share_are_refused(
+    method: str, make: Any, beginning: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(layout, "run_on_main", lambda work: work())
+    chosen = make_tied_config(method, gradient_accumulation=1 if METHODS[method].is_stale else 4)
+    x = make_random_tokens().train_batch(0, 0, 2)[0]
+    x = torch.randn(2, 12) if make is SharedBatchNormModel else x
+    (fault,) = list_faults(layout._place_stages, chosen, METHODS[method], make(), x, 2, 0)
+    assert fault.startswith(beginning)
+
+
+def test_processes_refuse_copies_of_two_holders_and_a_corrected_tied_weight() -> None:
+    net, x = make_tied_net(), draw_tied_tokens(0)[0]
     net.layers[2].weight = net.layers[0].weight
-    x = draw_tied_tokens(0)[0]
     # the embedding and layers.0 are of two stages, the head and layers.2 of one
     cut = cut_model(net, ["layers.0", "layers.2"], x)
     method = resolve_method("pipedream", {"tied": "holder"})
     effects = verify_pieces(net, cut, x)
-    (fault,) = list_faults(require_separable, net, method, cut, (0, 1, 2), effects)
+    (fault,) = list_faults(layout.require_separable, net, method, cut, (0, 1, 2), effects)
     assert fault.startswith("model: stage 2 uses weights that stages 0 and 1 hold")
+    # the emulator can
+    args = {"weight_prediction": {"scale": 1}}
+    chosen = make_tied_config(
+        "pipedream_2bw", method_args=args, optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    )
+    job = build(chosen, model=make_language_model(), data=make_random_tokens())
+    (fault,) = engine.list_faults(job)
+    assert fault.startswith(
+        "method_args.weight_prediction: corrects embedding.tokens.weight, which "
+    )
