@@ -428,22 +428,6 @@ def run_and_tell(pipeline: Any, seed: int) -> int:
     return os.getpid()
 
 
-@forks
-def test_trainings_at_once_have_the_losses_of_a_sequence(one_thread, tmp_path):
-    result = compare_quietly(METHODS, run_and_tell, processes=3, out=tmp_path / "out", **BOTH)
-    both = [
-        strip_seconds(each) for each in (result, compare_quietly(METHODS, run_and_tell, **BOTH))
-    ]
-    pids: List[Any] = [
-        training.pop("returned")
-        for numbers in both
-        for row in numbers["methods"]
-        for training in row["trainings"]
-    ]
-    # some methods have a third rate
-    assert both[0] == both[1] and len(pids) >= 2 * 12 and len({*pids}) >= 4
-
-
 ENDS: Dict[str, Any] = {"error": ZeroDivisionError, "interrupt": KeyboardInterrupt}
 
 

@@ -216,18 +216,6 @@ def load_measured_config(*changes: str) -> Config:
     return load_config(ROOT / "configs" / "mlp_digits.yaml", [*short, *changes])
 
 
-@pytest.mark.parametrize("method", ["local_greedy", "local_overlapping"])
-def test_training_is_the_same_with_and_without_the_probe(method: str, tmp_path: Path) -> None:
-    config = load_measured_config(f"method={method}")
-    options = [MeasureOptions(name="angles", every=every, samples=32) for every in (1, 4)]
-    often, seldom = (
-        measures.measure_angles(config, tmp_path, one, False)["curve"] for one in options
-    )
-    assert [point[0] for point in often] == [0, 1, 2, 3, 4, 5, 6]
-    assert seldom == [often[0], often[4], often[6]]
-    assert len(often[0]) == 5 and all(point[-1] == 0 for point in often)
-
-
 # ---- the fit of training samples, and filters
 
 

@@ -3,9 +3,7 @@ docs/results/predictions.md, and the costs behind its tables."""
 
 from __future__ import annotations
 
-import functools
 import json
-from pathlib import Path
 from typing import Any, Dict, List
 
 import pytest
@@ -30,14 +28,12 @@ from tests.command_line import run_here
 from tests.support.models import Composed
 from tests.support.runs import DIGITS, ROOT
 from tools.experiments import (
-    catalogue,
     predicted_2bw,
     predicted_local,
     predicted_pipemare,
-    reproduce,
 )
-from tools.experiments.experiment import PredictedRows, make_prediction
-from tools.experiments.verdicts import PREDICTED, predict_claim
+from tools.experiments.experiment import PredictedRows
+from tools.experiments.verdicts import PREDICTED
 
 needs_flop_counter = pytest.mark.skipif(
     FlopCounterMode is None, reason="this PyTorch counts no FLOPs"
@@ -206,30 +202,6 @@ def test_the_planner_chooses_depths_as_printed() -> None:
     assert choices == [8, 16]
     differences = read_stored_table("plan_2bw")["differences"]
     assert sum("the planner's choice" in text for text in differences) == 1
-
-
-def test_the_command_prints_a_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(ROOT)
-    run = functools.partial(run_here, reproduce, monkeypatch=monkeypatch, capsys=capsys)
-    row = {"what": "a", "printed": 1, "predicted": 2.0}
-    columns, less = (
-        {"what": "what", "predicted": "predicted"},
-        predict_claim("as much", False, -1.0),
-    )
-    prediction = make_prediction(
-        "plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], [less])
-    )
-    monkeypatch.setattr(catalogue, "TABLE_2BW", prediction)
-    code, output, _ = run("plan_2bw", "--json", "--out", tmp_path)
-    content = json.loads(output)
-    assert code == 0
-    assert content["rows"] == [row] and content["agrees"] is False and content["source"]
-    assert content["verdicts"][0]["verdict"] == "predicted otherwise"
-    assert "| a | 2 |" in (tmp_path / "plan_2bw" / "table.md").read_text(encoding="utf-8")
-    code, _, error = run("plan_2bw", "--seeds", "1")
-    assert code == 2 and "error: --seeds: plan_2bw: " in error
 
 
 # ---- bytes that operations other than products move

@@ -84,17 +84,6 @@ def test_a_slow_link_is_the_bottleneck(microbatches: int) -> None:
     assert (starts[1, 1:] - starts[1, :-1] == 5).all()
 
 
-def test_few_microbatches_in_flight_wait_for_the_way_there_and_back() -> None:
-    """PipeDream on two stages has two microbatches in flight: two round trips of 1 + 2 + (1 + 2)
-    + 2 + 2 seconds overlap."""
-    wire = [Transfer(2.0, 0.0, ("wire",))]
-    times = clock(
-        make_schedule(resolve_method("pipedream"), 2, 200, 1),
-        make_equal_costs(2, onward=wire, back=wire),
-    )
-    assert times.finish == 200 * (1 + 2 + 3 + 2 + 2) / 2 + 3 and times.link_busy == {"wire": 800.0}
-
-
 def test_messages_that_share_a_link_follow_one_another_as_they_come() -> None:
     """Two boundaries of local blocks share a link: 2 messages of 2 seconds a microbatch,
     although no stage takes more than 3."""
