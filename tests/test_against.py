@@ -174,7 +174,7 @@ def test_a_rate_that_is_too_high_is_reported_and_the_others_count(
         return whole(config, out, **how)
 
     monkeypatch.setattr(equal_time, "train", train)
-    printed = compare(tmp_path / "run", 4, 8, more=["steps=8"])
+    printed = compare(tmp_path / "run", 4, 8)
     assert "8 microbatches per update" in printed and why in printed
     assert "by gpipe at its best" in printed
 

@@ -121,7 +121,8 @@ def test_passes_and_waits_fill_the_time_of_a_device(name: str, args: Dict[str, A
     """Each stage has all of its passes, whole or in halves, each of its time."""
     accumulate = 1 if name == "naive" else 4
     local = METHODS[name].structure is not None
-    played = play_method(name, 4, 12, accumulate, COSTS, args=args, gradients_cross=not local)
+    keys = {"args": args, "gradients_cross": not local, "boundary_bytes": [100, 200, 300]}
+    played = play_method(name, 4, 12, accumulate, COSTS, **keys)
     schedule = played.schedule
     takes = {"forward": COSTS.forward, "backward": COSTS.backward, "update": COSTS.update}
     halves = zip(COSTS.backward, COSTS.weight_gradient)
@@ -136,7 +137,10 @@ def test_passes_and_waits_fill_the_time_of_a_device(name: str, args: Dict[str, A
             events = [e for e in played.rows if (e.stage, e.kind) == (stage, kind)]
             assert sorted(e.microbatch for e in events) == [*expected]
             assert {e.end_ns - e.start_ns for e in events} <= {takes[kind][stage]}
-    for device in set(schedule.device_of_stage):
+    devices = set(schedule.device_of_stage)
+    sent = sum(e.bytes for e in played.rows if e.kind == "send")
+    assert len(devices) < 4 or sent == 12 * 600 * (1 if local else 2)
+    for device in devices:
         here = [e for e in played.rows if e.device == device and e.kind != "send"]
         following = [*zip(here, here[1:])]
         assert here[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in following)

@@ -97,8 +97,8 @@ def test_the_trace_of_a_resumed_run_on_processes(tmp_path: Path) -> None:
 def test_the_trace_of_a_resumed_run_on_the_emulator(method: str, tmp_path: Path) -> None:
     for name, steps in (("whole", 8), ("resumed", 4), ("resumed", 8)):
         keys = {"method": method, "steps": steps, "gradient_accumulation": 2}
-        train_sleeping_model(tmp_path / name, **keys)
-    assert_traces_match(*(read_trace(tmp_path / name) for name in ("resumed", "whole")))
+        train_sleeping_model(tmp_path / name / "run", **keys)
+    assert_traces_match(*(read_trace(tmp_path / name / "run") for name in ("resumed", "whole")))
 
 
 def test_the_metadata_of_a_trace_do_not_tell_how_often_a_busy_machine_timed_its_stages(
