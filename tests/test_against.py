@@ -25,7 +25,7 @@ from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.store.folder import read_starts
 from tests.command_line import run_here
-from tests.support.runs import DIGITS, read_json, read_summary
+from tests.support.runs import DIGITS, ROOT, read_json, read_summary
 
 SHORT = [
     "steps=24", "log.tensorboard=false", "gradient_accumulation=2", "micro_batch_size=8", "evaluate={every: 0, subset: 64}",
@@ -35,6 +35,14 @@ SHORT = [
 
 def load_short_config(*pairs: str) -> Any:
     return load_config(DIGITS, [*SHORT, *pairs])
+
+
+def compare(
+    folder: Path, *accumulations: int, run: str = "pipedream", other: str = "gpipe", more: Any = ()
+) -> str:
+    """Compare short runs of two methods and return what is printed."""
+    configs = (load_short_config(f"method={name}", *more) for name in (run, other))
+    return train_against(*configs, folder, list(accumulations) or None, quiet=True)
 
 
 def make_summary(method: str, steps: int, accumulate: int, **more: Any) -> Dict[str, Any]:
@@ -66,44 +74,40 @@ def test_slots_of_a_run_are_its_schedules(method: str) -> None:
     assert (np.diff(slots) > 0).all()
 
 
-@pytest.mark.parametrize("accumulate, steps", [(2, 150), (4, 107), (8, 68), (16, 39), (500, None)])
-def test_as_much_time_is_the_most_updates_that_fit(accumulate: int, steps: Any) -> None:
-    """GPipe on 4 stages needs 2 (K + 3) slots for an update; 1F1B needs 1,506 for 375 updates of 2 microbatches."""
-    first = make_summary("pipedream", 375, 2)
+@pytest.mark.parametrize("accumulate, steps", [(2, 150), (4, 107), (8, 68), (500, None)])
+@pytest.mark.parametrize("length", [1000, None])
+def test_as_much_time_is_the_most_updates_that_fit(
+    accumulate: int, steps: Any, length: Any
+) -> None:
+    """GPipe on 4 stages needs 2 (K + 3) slots for an update; 1F1B needs 1,506 for 375 updates of 2 microbatches.
+
+    Story: for data without a length the comparison ended in a traceback after both runs had trained."""
+    first = make_summary("pipedream", 375, 2, updates_per_epoch=length)
     chosen = fit_into_time(load_short_config("method=gpipe", "steps=375"), accumulate, first, 1506)
     if steps is None:
         assert chosen is None
         return
-    assert (
-        chosen is not None and chosen.steps == steps and chosen.gradient_accumulation == accumulate
-    )
+    assert chosen is not None
+    assert (chosen.steps, chosen.gradient_accumulation) == (steps, accumulate)
     assert 2 * (accumulate + 3) * steps <= 1506 < 2 * (accumulate + 3) * (steps + 1)
     assert chosen.optimizer.lr == pytest.approx(0.02 * accumulate / 2)
     assert chosen.lr_schedule.warmup_steps == -(-4 * 2 // accumulate)  # as many samples
 
 
-def test_data_without_a_length_bound_no_update() -> None:
-    """Story: after both runs had trained, the comparison ended in a traceback."""
-    first = make_summary("pipedream", 375, 2, updates_per_epoch=None)
-    chosen = fit_into_time(load_short_config("method=gpipe", "steps=375"), 4, first, 1506)
-    assert chosen is not None and chosen.steps == 107
-
-
 @pytest.mark.parametrize("accumulate", [4, 16])
 def test_the_experiment_at_equal_time_has_these_settings(accumulate: int) -> None:
-    path = Path(DIGITS).parent / "experiments" / "equal_time.yaml"
-    grid = yaml.safe_load(path.read_text(encoding="utf-8"))
-    first = make_summary("pipedream", 400, 2)
+    grid = yaml.safe_load((ROOT / "configs" / "experiments" / "equal_time.yaml").read_text())
     # it drains for three evaluations before the last
     job = build_for_planning(configure(**grid["base"]))
     slots = float(job.play_updates(None, job.drains, 400)[-1])
     assert slots == 1624
     gpipe = configure(**{**grid["base"], "method": "gpipe"})
-    fitted = fit_into_time(gpipe, accumulate, first, slots)
+    fitted = fit_into_time(gpipe, accumulate, make_summary("pipedream", 400, 2), slots)
     row = grid["rows"][f"GPipe N={accumulate}, equal time"]
-    assert fitted is not None and row["steps"] == fitted.steps
-    assert row["optimizer"]["lr"] == pytest.approx(fitted.optimizer.lr)
-    assert row["lr_schedule"]["warmup_steps"] == fitted.lr_schedule.warmup_steps
+    assert fitted is not None
+    numbers = (fitted.steps, fitted.optimizer.lr, fitted.lr_schedule.warmup_steps)
+    expected = (row["steps"], row["optimizer"]["lr"], row["lr_schedule"]["warmup_steps"])
+    assert numbers == pytest.approx(expected)
 
 
 def test_milestones_come_at_the_same_share_of_the_run() -> None:
@@ -121,12 +125,7 @@ def test_a_method_that_does_not_drain_keeps_its_batch() -> None:
 
 
 def test_both_comparisons_are_printed_and_drawn(tmp_path: Path) -> None:
-    printed = train_against(
-        load_short_config("method=pipedream"),
-        load_short_config("method=gpipe"),
-        tmp_path / "run",
-        [4, 8],
-    )
+    printed = compare(tmp_path / "run", 4, 8)
     results = read_json(tmp_path / "run" / "against.json")
     assert results["run"]["method"] == "pipedream"
     assert results["same_samples"]["samples"] == results["run"]["samples"] == 24 * 16
@@ -136,19 +135,17 @@ def test_both_comparisons_are_printed_and_drawn(tmp_path: Path) -> None:
         assert report["batch"]["gradient_accumulation"] == run["accumulate"] == accumulate
         assert report["steps"] == run["steps"]
         assert 0.5 * slots < run["slots"] <= slots < results["same_samples"]["slots"]
-        assert run["curve"][0]["slots"] == 0 and run["curve"][-1]["slots"] == run["slots"]
+        assert [run["curve"][n]["slots"] for n in (0, -1)] == [0, run["slots"]]
     best = max(run["final"]["test_accuracy"] for run in results["same_time"])
-    lines = printed.splitlines()
-    assert lines[1].startswith("at equal samples, 384: test accuracy") and lines[1].endswith(
-        "points"
-    )
-    assert (
-        f"{best:.3f} by gpipe at its best" in printed
-        and f"at equal time, {slots:,.0f} slots (planned)" in printed
-    )
-    assert "planned (of the schedule" in printed and lines[-1].startswith("throughput: ")
+    assert printed.splitlines()[1].startswith("at equal samples, 384: test accuracy")
+    assert f"{best:.3f} by gpipe at its best" in printed
+    assert f"at equal time, {slots:,.0f} slots (planned)" in printed
     pytest.importorskip("matplotlib")
     assert (tmp_path / "run" / "against.png").read_bytes().startswith(b"\x89PNG")
+    # a method that takes no longer is not run again
+    printed = compare(tmp_path / "other", run="gpipe", other="pipedream", more=["steps=2"])
+    assert "at equal time: pipedream takes no longer" in printed
+    assert read_json(tmp_path / "other" / "against.json")["same_time"] == []
 
 
 @pytest.mark.parametrize(
@@ -166,38 +163,19 @@ def test_a_method_with_batches_of_its_own_has_as_many_samples(method, stages, up
     assert matched.lr_schedule.warmup_steps == -(-4 * updates // 24)
 
 
-def test_a_method_that_takes_no_longer_is_not_run_again(tmp_path: Path) -> None:
-    printed = train_against(
-        load_short_config("method=gpipe"), load_short_config("method=pipedream"), tmp_path / "run"
-    )
-    assert "at equal time: pipedream takes no longer" in printed
-    assert read_json(tmp_path / "run" / "against.json")["same_time"] == []
-
-
 def test_a_rate_that_is_too_high_is_reported_and_the_others_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = equal_time.train
+    whole, why = equal_time.train, "update 3 of method gpipe: the training loss is nan"
 
     def train(config: Any, out: Path, **how: Any) -> Any:
         if config.gradient_accumulation == 8:
-            raise Divergence(
-                "update 3 of method gpipe: the training loss is nan",
-                "a smaller learning rate may help",
-            )
+            raise Divergence(why, "a smaller learning rate may help")
         return whole(config, out, **how)
 
     monkeypatch.setattr(equal_time, "train", train)
-    printed = train_against(
-        load_short_config("method=pipedream"),
-        load_short_config("method=gpipe"),
-        tmp_path / "run",
-        [4, 8],
-    )
-    assert (
-        "8 microbatches per update" in printed
-        and "update 3 of method gpipe: the training loss is nan" in printed
-    )
+    printed = compare(tmp_path / "run", 4, 8)
+    assert "8 microbatches per update" in printed and why in printed
     assert "by gpipe at its best" in printed
 
 
@@ -205,42 +183,28 @@ def test_a_restart_goes_on_with_its_own_runs_and_overwrites_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Story: the second run of an earlier comparison was taken for the new one's."""
-    command = [
-        DIGITS,
-        "--out",
-        tmp_path,
-        "--overwrite",
-        *(f"--set={pair}" for pair in (*SHORT, "steps=2", "method=gpipe")),
-    ]
-    against_other = ["--against", "pipedream"]
-    for attempt, job, options in (
-        (0, "old", against_other),
-        (0, "new", []),
-        (1, "new", against_other),
-    ):
+    settings = (f"--set={pair}" for pair in (*SHORT, "steps=2", "method=gpipe"))
+    command = [DIGITS, "--out", tmp_path, "--overwrite", *settings]
+    other = ["--against", "pipedream"]
+    for attempt, job, options in ((0, "old", other), (0, "new", []), (1, "new", other)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
         result = run_here(train_command, *command, *options, monkeypatch=monkeypatch, capsys=capsys)
         assert result.returncode == 0, result.stderr
     assert "restart 1 by the launcher" in result.stdout  # of the first run alone
-    jobs = [
-        [start["job"] for start in read_starts(folder)]
-        for folder in (tmp_path, tmp_path / "pipedream")
-    ]
-    assert jobs == [["new"], ["new"]]
+    for folder in (tmp_path, tmp_path / "pipedream"):
+        assert [start["job"] for start in read_starts(folder)] == ["new"]
 
 
 def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
     def make_run(method: str, loss: float, slots: float, accumulate: int = 2) -> ComparedRun:
-        return ComparedRun(
-            method, accumulate, 0.1, 10, 320, slots, {"test_loss": loss, "test_accuracy": None}, []
-        )
+        final = {"test_loss": loss, "test_accuracy": None}
+        return ComparedRun(method, accumulate, 0.1, 10, 320, slots, final, [])
 
-    both = make_run("pipedream", 1.5, 100.0), make_run("gpipe", 1.25, 250.0)
-    first, second = make_summary("pipedream", 10, 2), make_summary("gpipe", 10, 2)
-    printed = describe(
-        first, second, *both, [make_run("gpipe", 2.0, 99.0, 4), make_run("gpipe", 1.75, 98.0, 8)]
-    )
+    runs = make_run("pipedream", 1.5, 100.0), make_run("gpipe", 1.25, 250.0)
+    summaries = (make_summary(run.method, 10, 2) for run in runs)
+    same_time = [make_run("gpipe", 2.0, 99.0, 4), make_run("gpipe", 1.75, 98.0, 8)]
+    printed = describe(*summaries, *runs, same_time)
     assert "test loss 1.500 by pipedream, 1.250 by gpipe: +0.250" in printed
     assert "test loss 1.500 by pipedream, 1.750 by gpipe at its best: -0.250" in printed
 
@@ -248,36 +212,30 @@ def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
 def test_methods_with_several_stages_a_device_are_compared_too(tmp_path: Path) -> None:
     """Story: they were refused, since their slots hold other passes than those of one stage a device."""
     short = ["gradient_accumulation=4", "steps=4"]
+    zbv = load_short_config("method=zbv", "stages_per_device=2", *short)
     printed = train_against(
-        load_short_config("method=zbv", "stages_per_device=2", *short),
-        load_short_config("method=gpipe", *short),
-        tmp_path / "run",
-        [8],
-        quiet=True,
+        zbv, load_short_config("method=gpipe", *short), tmp_path, [8], quiet=True
     )
-    record = read_json(tmp_path / "run" / "against.json")
+    record = read_json(tmp_path / "against.json")
     # two stages a device: at least four forwards and backwards of each for each microbatch
     assert record["run"]["slots"] >= 4 * 16 > 4 * 2 * (4 + 3) == record["same_samples"]["slots"]
     assert "zbv has 2 devices, gpipe 4" in printed
 
 
-def test_a_run_that_diverged_is_named_and_advised_rates_are_scaled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_diverged_is_named_and_advised_rates_are_scaled(tmp_path: Path) -> None:
     """Story: 32 microbatches at eight times the rate ended at a loss of 1.6e14, unsaid."""
     short = ["steps=60", "log.tensorboard=false", "evaluate={every: 0, subset: 64}", "stages=4"]
-    config = load_config(DIGITS, [*short, "method=pipedream", "micro_batch_size=8"])
-    other = load_config(DIGITS, [*short, "method=gpipe", "micro_batch_size=8"])
-    printed = train_against(config, other, tmp_path / "a", [8], quiet=True)
-    record = read_json(tmp_path / "a" / "against.json")
-    rates = [record[key]["rate"] for key in ("run", "same_samples")]
-    assert rates == [0.025, 0.05] and record["same_time"][0]["rate"] == 0.1
-    assert "diverged" not in printed
-    high = ["micro_batch_size=8", "optimizer.lr=2", "allow_nonfinite=true"]
-    configs = [
-        load_config(DIGITS, [*short, *high, f"method={name}"]) for name in ("gpipe", "pipedream")
-    ]
-    printed = train_against(*configs, tmp_path / "b", quiet=True)
-    record = read_json(tmp_path / "b" / "against.json")
-    assert record["run"]["diverged"].startswith("diverged after update ")
-    assert f"  gpipe: {record['run']['diverged']}" in printed
+    short.append("micro_batch_size=8")
+    printed, records = [], []
+    for folder, high, methods in (
+        ("a", [], ["pipedream", "gpipe"]),
+        ("b", ["optimizer.lr=2", "allow_nonfinite=true"], ["gpipe", "pipedream"]),
+    ):
+        configs = [load_config(DIGITS, [*short, *high, f"method={name}"]) for name in methods]
+        printed.append(train_against(*configs, tmp_path / folder, [] if high else [8], quiet=True))
+        records.append(read_json(tmp_path / folder / "against.json"))
+    first = records[0]
+    rates = [one["rate"] for one in (first["run"], first["same_samples"], *first["same_time"])]
+    assert rates == [0.025, 0.05, 0.1] and "diverged" not in printed[0]
+    diverged = records[1]["run"]["diverged"]
+    assert diverged.startswith("diverged after update ") and f"  gpipe: {diverged}" in printed[1]

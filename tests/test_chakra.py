@@ -10,19 +10,15 @@ from typing import Any, Dict, List, NamedTuple, Tuple
 import pytest
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.report.run_trace import build_modelled_events
-from ipu_pipe.schedule.clock import Costs, clock
-from ipu_pipe.schedule.methods import resolve_method
-from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.schedule.versions import VersionTable
+from ipu_pipe.schedule.clock import Costs
 from ipu_pipe.trace.chakra import write_chakra
 from ipu_pipe.trace.events import Counters, Event, Events, Trace
 from ipu_pipe.trace.reading import read_trace
+from tests.support.modelled import play_method
 from tests.support.runs import list_faults
 from tests.test_perfetto import decode
 
-METADATA, COMPUTE, SEND, RECV, COLLECTIVE = 1, 4, 5, 6, 7
-STAGES = 4
+SEND, RECV, COLLECTIVE = 5, 6, 7
 METHODS = {
     "gpipe": {}, "pipedream": {}, "pipedream_flush": {}, "pipedream_2bw": {}, "zb_h1": {}, "zbv": {}, "dualpipe_v": {},
     "interleaved_1f1b": {"stages_per_device": 2},
@@ -124,15 +120,14 @@ def play(graphs: Dict[int, Dict[int, GraphNode]], latency: int, messages: int) -
 
 def build_modelled_trace(name: str) -> Trace:
     """Return the modelled trace of a method, in whole microseconds."""
-    method = resolve_method(name, METHODS[name])
-    schedule = make_schedule(method, STAGES, 8, 4)
-    table = VersionTable(schedule, method)
     costs = Costs([3, 11, 5, 4], [7, 2, 13, 8], [1, 2, 3, 1], weight_gradient=[3, 1, 6, 2])
-    events, _ = build_modelled_events(
-        clock(schedule, costs), (table.forward(0, 8), table.backward(0, 8)), 1000.0, schedule.device_of_stage,
-        [100] * 3, is_whole=schedule.is_whole if len(schedule.passes) > 2 else None,
-    )  # fmt: skip
-    return Trace(events, Counters.from_rows([]), {"device_of_stage": [*schedule.device_of_stage]})
+    keys = {"args": METHODS[name], "unit_ns": 1000.0, "boundary_bytes": [100] * 3}
+    played = play_method(name, 4, 8, 4, costs, **keys)
+    return make_trace(played.events, [*played.schedule.device_of_stage])
+
+
+def make_trace(events: Events, devices: List[int]) -> Trace:
+    return Trace(events, Counters.from_rows([]), {"device_of_stage": devices})
 
 
 def write_graphs(folder: Path, trace: Trace) -> Dict[int, Dict[int, GraphNode]]:
@@ -150,16 +145,14 @@ def test_the_graph_of_a_modelled_trace_has_its_span(
     """Story: nothing else that plays pipelines has asynchronous ones as input."""
     trace = build_modelled_trace(name)
     graphs = write_graphs(tmp_path, trace)
-    assert play(graphs, 0, messages) * 1000 == int(trace.events.end.max())
-    slower = play(graphs, 5, messages)
-    assert slower * 1000 > int(trace.events.end.max())
+    span = int(trace.events.end.max())
+    assert play(graphs, 0, messages) * 1000 == span < play(graphs, 5, messages) * 1000
     nodes = [node for nodes in graphs.values() for node in nodes.values()]
-    ends = [
-        sorted((node.attributes[f"comm_{key}"]) for node in nodes if node.type == kind)
+    sent, received = (
+        sorted(node.attributes["comm_tag"] for node in nodes if node.type == kind)
         for kind in (SEND, RECV)
-        for key in ("tag",)
-    ]
-    assert ends[0] == ends[1] and len({*ends[0]}) == len(ends[0]) > 0
+    )
+    assert sent == received and len({*sent}) == len(sent) > 0
     assert {node.attributes["comm_size"] for node in nodes if node.type == SEND} == {100}
 
 
@@ -181,23 +174,19 @@ def list_replica_events(device: int) -> List[Event]:
 
 def test_averages_and_norms_are_collectives_of_their_groups(tmp_path: Path) -> None:
     events = [event for device in range(4) for event in list_replica_events(device)]
-    trace = Trace(Events.from_rows(events), Counters.from_rows([]), {"device_of_stage": [0, 1]})
-    graphs = write_graphs(tmp_path, trace)
-    assert [node.name for node in graphs[1].values()] == [
-        "## process_group:init ##", "recv 0", "F0", "average 0", "norms 0", "U0",
-    ]  # fmt: skip
-    groups = json.loads(graphs[1][0].inputs[2:-2])
-    assert groups == [
-        {"pg_name": str(n), "ranks": ranks} for n, ranks in enumerate([[0, 2], [1, 3], [0, 1], [2, 3]])
-    ]  # fmt: skip
-    for rank, (average, norms) in enumerate([(0, 2), (1, 2), (0, 3), (1, 3)]):
-        collectives = [n for n in graphs[rank].values() if n.type == COLLECTIVE]
-        assert [n.attributes["pg_name"] for n in collectives] == [b"%d" % average, b"%d" % norms]
-        assert [n.attributes["comm_size"] for n in collectives] == [4096, 8]
-        assert [n.attributes["comm_type"] for n in collectives] == [0, 0]
+    graphs = write_graphs(tmp_path, make_trace(Events.from_rows(events), [0, 1]))
+    names = ["## process_group:init ##", "recv 0", "F0", "average 0", "norms 0", "U0"]
+    assert [node.name for node in graphs[1].values()] == names
+    ranks = {
+        group["pg_name"].encode(): group["ranks"] for group in json.loads(graphs[1][0].inputs[2:-2])
+    }
+    for rank, expected in enumerate([([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3])]):
+        of_rank = [n.attributes for n in graphs[rank].values() if n.type == COLLECTIVE]
+        assert tuple(ranks[a["pg_name"]] for a in of_rank) == expected
+        assert [(a["comm_size"], a["comm_type"]) for a in of_rank] == [(4096, 0), (8, 0)]
 
 
-@pytest.mark.parametrize("end", [500, 1000, 1500])
+@pytest.mark.parametrize("end", [500, 1500])
 def test_no_node_needs_a_later_one_where_starts_are_equal(end: int, tmp_path: Path) -> None:
     """Story: of two events with one start the shorter one came first, but its node second."""
     events = [
@@ -207,16 +196,15 @@ def test_no_node_needs_a_later_one_where_starts_are_equal(end: int, tmp_path: Pa
         Event(1, 1, "recv", 0, 2000, 2000, -1, 64, 0, "activations"),
         Event(1, 1, "forward", 0, 2000, 2000, 0, None),
     ]
-    trace = Trace(Events.from_rows(events), Counters.from_rows([]), {"device_of_stage": [0, 1]})
-    graphs = write_graphs(tmp_path, trace)
-    assert [node.name for node in graphs[0].values()] == ["U0", "F0", "send 0"]
-    assert [node.name for node in graphs[1].values()] == ["recv 0", "F0"]
+    graphs = write_graphs(tmp_path, make_trace(Events.from_rows(events), [0, 1]))
+    names = [[node.name for node in graphs[rank].values()] for rank in (0, 1)]
+    assert names == [["U0", "F0", "send 0"], ["recv 0", "F0"]]
 
 
 def test_what_has_no_graph_is_refused_by_name(tmp_path: Path) -> None:
     events = Events.from_rows([Event(0, 0, "collective", -1, 0, 5, -1, None)])
     with pytest.raises(BadInput, match="collectives"):
-        write_chakra(tmp_path / "run.et", Trace(events, Counters.from_rows([]), {}))
+        write_chakra(tmp_path / "run.et", make_trace(events, []))
     assert not [*tmp_path.iterdir()]
 
 

@@ -3,6 +3,7 @@ against numbers."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import resource
 from typing import Any, List, Tuple
@@ -25,6 +26,7 @@ from ipu_pipe.plan.prediction import Problem, UnitSums
 from models.resnet import resnet18
 from models.transformer import transformer_lm, transformer_translation
 from tests.support.models import Composed, take_output
+from tests.support.runs import assert_same
 from tests.support.units import join_units
 
 needs_flop_counter = pytest.mark.skipif(
@@ -93,18 +95,19 @@ def observe_shapes(model: nn.Module, x: torch.Tensor) -> Observation:
         return observe_costs(model, shapes, lambda: model(shapes))
 
 
+def list_costs(observation: Observation) -> List[Any]:
+    return [
+        observation.runs, observation.live, count_saved_bytes(observation.calls),
+        [(c.name, c.flops, c.backward_flops, count_saved_bytes([c])) for c in observation.calls],
+    ]  # fmt: skip
+
+
 @each_model
 def test_shapes_give_the_same_costs_as_numbers(make: Any, x: torch.Tensor) -> None:
     model = make()
     if not can_run_on_meta(model, x):
         return
-    a, b = observe_numbers(model, x), observe_shapes(model, x)
-    assert [c.name for c in a.calls] == [c.name for c in b.calls] and a.runs == b.runs
-    assert [(c.flops, c.backward_flops) for c in a.calls] == [
-        (c.flops, c.backward_flops) for c in b.calls
-    ]
-    assert [count_saved_bytes([c]) for c in a.calls] == [count_saved_bytes([c]) for c in b.calls]
-    assert a.live == b.live and count_saved_bytes(a.calls) == count_saved_bytes(b.calls)
+    assert list_costs(observe_numbers(model, x)) == list_costs(observe_shapes(model, x))
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
 
 
@@ -138,16 +141,12 @@ def test_flops_of_passes_by_hand() -> None:
     first, second = count_stage_flops(model, x, "1")
     assert first == (linear, linear)  # the inputs need no gradient
     assert second[0] == projection + attention + linear
-    fused = flops.FlopCounterMode is not None and hasattr(
-        torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
-    )
-    assert (
-        second[1] == 2 * (projection + linear) + (2.5 if fused else 2) * attention
-    )  # the fused backward computes the scores again
+    # the fused backward computes the scores again
+    fused = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    assert second[1] == 2 * (projection + linear) + (2.5 if fused else 2) * attention
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 6, 3, groups=2))
-    images = torch.randn(2, 3, 8, 8)
     a, c = 2 * 2 * 4 * 36 * 27, 2 * 2 * 6 * 16 * 18
-    assert count_stage_flops(net, images, "1") == [(a, a), (c, 2 * c)]
+    assert count_stage_flops(net, torch.randn(2, 3, 8, 8), "1") == [(a, a), (c, 2 * c)]
 
 
 @each_model
@@ -174,21 +173,16 @@ def test_counted_activations_are_those_that_autograd_saves(make: Any, x: torch.T
 
 @pytest.mark.parametrize("name", ["convolutions", "resnet", "unet", "gpt", "translation"])
 def test_counted_outputs_are_the_tensors_between_pieces(name: str) -> None:
+    """With skips and the input that a later piece reads; a footprint has them at its boundaries."""
     make, x = next(row[1:] for row in MODELS if row[0] == name)
     model = make()
     units = count_units(model, x).units
-    cut = cut_model(model, [unit.name for unit in units[1:]], x)
-    crossing_bytes = [
-        sum(shape.bytes for shape in crossing.tensors) for crossing in list_crossings(cut)
-    ]
-    assert [unit.output_bytes * len(x) for unit in units[:-1]] == crossing_bytes
-
-
-def test_a_footprint_carries_skips_and_the_input_over_every_boundary() -> None:
-    x, model = torch.randn(2, 3, 8, 8), make_skip_model()
-    footprint = make_footprint(model, partition(model, x), observe_numbers(model, x))
-    a, b, c, images = (2 * size * 4 for size in (4 * 64, 5 * 16, 4 * 64, 3 * 64))
-    assert footprint.boundary_bytes == (a + images, a + b + images, a + c + images)
+    names = [unit.name for unit in units[1:]]
+    crossings = list_crossings(cut_model(model, names, x))
+    sizes = [sum(shape.bytes for shape in crossing.tensors) for crossing in crossings]
+    assert [unit.output_bytes * len(x) for unit in units[:-1]] == sizes
+    footprint = make_footprint(model, partition(model, x, names), observe_numbers(model, x))
+    assert footprint.boundary_bytes == tuple(sizes)
 
 
 def test_units_have_every_weight_once_and_add_up() -> None:
@@ -222,24 +216,21 @@ def test_billions_of_parameters_are_counted_without_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     units = count_units(model, x).units
     growth_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert 2.2e9 < sum(u.parameters for u in units) < 2.5e9
-    assert len(units) == 51 and len({(u.forward_flops, u.parameters) for u in units[1:-2]}) == 1
+    assert len(units) == 51 and 2.2e9 < sum(u.parameters for u in units) < 2.5e9
     assert units[1].forward_flops == 2 * 512 * 12 * 1920**2 + 4 * 512**2 * 1920
-    assert units[1].backward_flops == 2 * units[1].forward_flops
     assert growth_kib < 300e3  # the weights alone would be 9 GB
 
 
 def test_measured_units_have_seconds_of_each_pass() -> None:
-    model = nn.Sequential(
-        nn.Flatten(), nn.Linear(192, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 4)
-    ).eval()
+    layers = nn.Linear(192, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 4)
+    model = nn.Sequential(nn.Flatten(), *layers).eval()
     x, y = torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     costed: CountedUnits = measure_units(count_units(model, x), model, F.cross_entropy, x, y)
     assert all(u.measured[0].samples == 8 and u.measured[0].forward > 0 for u in costed.units)
     assert sum(u.measured[0].backward > 0 for u in costed.units) >= 3  # a flattening has none
     assert "measured with 8 samples on cpu, which repeat within " in costed.how
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same(before, model.state_dict())
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -264,21 +255,12 @@ def test_a_stage_counts_tensors_that_several_units_save_once() -> None:
         h = m.a(x)
         return m.d(m.c(m.b(h))) * h
 
-    model, x = (
-        Composed(forward, **{name: nn.Linear(4, 4, bias=False) for name in "abcd"}),
-        torch.zeros(2, 4),
-    )
+    layers = {name: nn.Linear(4, 4, bias=False) for name in "abcd"}
+    model, x = Composed(forward, **layers), torch.zeros(2, 4)
     units, calls = count_units(model, x, ["b", "c", "d"]).units, observe_numbers(model, x).calls[1:]
     assert [unit.also_kept for unit in units] == [(), (), (), ((2, 16.0),)]
-    for first, end in itertools.combinations(range(5), 2):
-        assert join_units(units[first:end]).activation_bytes * 2 == count_saved_bytes(
-            calls[first:end]
-        ), (first, end)
     sums = UnitSums(Problem(units, 16.0, read_hardware("v100x8"), 1e9, "float32", 0), 2)
-    ends = [
-        sums.make_stage(np.array(a), np.array(b)).activation_bytes
-        for a, b in itertools.combinations(range(5), 2)
-    ]
-    assert ends == [
-        join_units(units[a:b]).activation_bytes for a, b in itertools.combinations(range(5), 2)
-    ]
+    for first, end in itertools.combinations(range(5), 2):
+        joined = join_units(units[first:end]).activation_bytes
+        assert joined * 2 == count_saved_bytes(calls[first:end]), (first, end)
+        assert sums.make_stage(np.array(first), np.array(end)).activation_bytes == joined

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Dict, List
-
-import pytest
 
 from ipu_pipe.report.analysis.critical_path import measure_critical_path
 from ipu_pipe.trace.events import Event, Events
-from ipu_pipe.trace.reading import read_trace
-from tests.test_tools_analyze import write_run_folder
 
 
 def event(
@@ -43,17 +38,11 @@ def test_the_path_follows_the_messages() -> None:
         (1, "backward", 100, 100), (1, "send", 200, 5), (0, "message", 205, 5), (0, "recv", 210, 2), (0, "backward", 212, 88),
     ]  # fmt: skip
     assert [(row["stage"], row["ns"]) for row in path["stages"]] == [(0, 138), (1, 138)]
-    assert [(row["src"], row["dst"], row["ns"]) for row in path["links"]] == [
-        (0, 1, 12),
-        (1, 0, 12),
-    ]
+    links = [(row["src"], row["dst"], row["ns"]) for row in path["links"]]
+    assert links == [(0, 1, 12), (1, 0, 12)]
     assert sum(row["ns"] for row in path["kinds"]) == 300
-
-
-def test_what_shorter_passes_save() -> None:
-    saved = {
-        (row["stage"], row["kind"]): row["saves_ns"] for row in measure(ONE_MICROBATCH)["what_if"]
-    }
+    # what passes save that are a tenth shorter
+    saved = {(row["stage"], row["kind"]): row["saves_ns"] for row in path["what_if"]}
     assert saved == {(0, "forward"): 5, (0, "backward"): 9, (1, "forward"): 4, (1, "backward"): 10}
 
 
@@ -76,14 +65,3 @@ def test_two_that_wait_for_each_other_end() -> None:
         event(0, "forward", 50, 60),
     ]
     assert sum(row["ns"] for row in measure(events)["kinds"]) == 60
-
-
-@pytest.mark.parametrize("method", ["gpipe", "pipedream"])
-def test_the_path_of_a_run_covers_its_span(method: str, tmp_path: Path) -> None:
-    trace = read_trace(write_run_folder(tmp_path / "run"))
-    path = measure_critical_path(trace.events, trace.metadata)
-    assert path is not None
-    assert sum(row["ns"] for row in path["kinds"]) == int(
-        trace.events.end.max() - trace.events.start.min()
-    )
-    assert path["what_if"] and path["what_if"][0]["saves_ns"] > 0

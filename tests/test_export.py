@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, List
+from typing import Any
 
 import pytest
 import torch
@@ -40,44 +40,36 @@ def run_export(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
     return functools.partial(run_here, export, monkeypatch=monkeypatch, capsys=capsys)
 
 
-@pytest.mark.parametrize(
-    "step, expected", [([], 12), (["--step", "4"], 4), (["--step", "best"], None)]
-)
+@pytest.mark.parametrize("step", ["12", "4", "best"])
 def test_a_file_has_the_weights_without_heads(
-    step: List[str], expected: Any, trained_run: Path, tmp_path: Path, run_export: Any
+    step: str, trained_run: Path, tmp_path: Path, run_export: Any
 ) -> None:
-    if expected is None:
-        expected = checkpoint.load(trained_run / "checkpoints" / "step-12").manifest["position"][
-            "best_step"
-        ]
+    checkpoints = trained_run / "checkpoints"
+    position = checkpoint.load(checkpoints / "step-12").manifest["position"]
+    expected = f"step-{position['best_step'] if step == 'best' else step}"
     file = tmp_path / "new" / "model.safetensors"
-    code, printed, error = run_export(str(trained_run), "--to", str(file), *step)
-    assert (code, error) == (0, "") and f"step-{expected}" in printed
-    saved, weights = (
-        load_file(file),
-        checkpoint.read_weights(trained_run / "checkpoints" / f"step-{expected}"),
-    )
+    chosen = ["--step", step] * (step != "12")  # the newest is the default
+    code, printed, error = run_export(str(trained_run), "--to", str(file), *chosen)
+    assert (code, error) == (0, "") and expected in printed
+    saved, weights = load_file(file), checkpoint.read_weights(checkpoints / expected)
     assert len(weights) > len(saved) > 0  # the heads are for training only
-    assert all(torch.equal(saved[name], weights[name]) for name in saved)
+    assert_same(saved, {name: weights[name] for name in saved})
 
 
 @pytest.mark.parametrize(
-    "arguments, place",
+    "options, place",
     [
-        (["gone", "--to", "m.safetensors"], "gone: "),
-        (["RUN", "--to", "m.safetensors", "--step", "5"], "--step: 5: "),
-        (["RUN", "--to", "m.safetensors", "--step", "x"], "--step: "),
-        (["RUN", "--to", "folder"], "--to: folder: "),
-        (["RUN", "--to", "RUN"], "--to: RUN: "),
-        (
-            ["RUN", "--to", "RUN/checkpoints/step-12/model.safetensors"],
-            "--to: RUN/checkpoints/step-12/model.safetensors: ",
-        ),
-        (["RUN"], "the following arguments are required: --to"),
+        ("gone --to m.safetensors", "gone: "),
+        ("RUN --to m.safetensors --step 5", "--step: 5: "),
+        ("RUN --to m.safetensors --step x", "--step: "),
+        ("RUN --to folder", "--to: folder: "),
+        ("RUN --to RUN", "--to: RUN: "),
+        ("RUN --to RUN/checkpoints/step-12/model.safetensors", "--to: RUN/checkpoints/step-12/"),
+        ("RUN", "the following arguments are required: --to"),
     ],
 )
 def test_a_refused_export_is_one_line_and_writes_nothing(
-    arguments: List[str],
+    options: str,
     place: str,
     trained_run: Path,
     tmp_path: Path,
@@ -86,12 +78,8 @@ def test_a_refused_export_is_one_line_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN").symlink_to(trained_run)
-    code, printed, error = run_export(*arguments)
-    assert (
-        (code, printed) == (2, "")
-        and error.startswith(f"error: {place}")
-        and error.count("\n") == 1
-    ), error
+    code, printed, error = run_export(*options.split())
+    assert (code, printed, error.count("\n")) == (2, "", 1) and error.startswith(f"error: {place}")
     assert [path.name for path in tmp_path.iterdir()] == ["RUN"]
 
 

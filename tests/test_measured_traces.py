@@ -25,15 +25,15 @@ from ipu_pipe.trace.events import (
     KINDS,
     MEMORY,
     PAYLOADS,
+    Event,
     Events,
     Trace,
-    concatenate_events,
     find_updates,
 )
 from ipu_pipe.trace.store import read_store
 from tests import forked, sleeping_model
 from tests.sleeping_model import BATCH, CLASSES, WIDTH
-from tests.support.runs import needs_processes, read_summary
+from tests.support.runs import needs_processes, read_json, read_summary
 
 UPDATES = 30
 
@@ -110,163 +110,124 @@ def sleeping_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sum_overlap(intervals: Any, begin: int, end: int) -> int:
-    """Return the nanoseconds that the intervals (begin, end) have in common with one interval."""
-    return sum(max(0, min(b, end) - max(a, begin)) for a, b in intervals)
-
-
 @pytest.mark.slow
 @needs_processes
 def test_busy_time_equals_timers_inside_the_model(sleeping_run: Path) -> None:
     """Story: device 0 seemed busy 99.5 % of the time; a backward included its wait."""
-    times = json.loads((sleeping_run / "measured.json").read_text())["times"]
+    times = read_json(sleeping_run / "measured.json")["times"]
     events = read_rank_trace(sleeping_run, 0).events
     updates = events.select(events.is_kind("update"))
     begin, end = int(updates.end[0]), int(updates.end[-1])
-    intervals = [
-        (a, b)
-        for stage, a, b in json.loads((sleeping_run / "slept-0.json").read_text())
-        if stage == 0
-    ]
-    truth = sum_overlap(intervals, begin, end) / (end - begin)
-    assert 0.05 < truth < 0.3
+    slept = [(a, b) for stage, a, b in read_json(sleeping_run / "slept-0.json") if stage == 0]
     work = events.select(events.is_kind("forward", "backward"))
-    assert (
-        abs(
-            sum_overlap(zip(work.start.tolist(), work.end.tolist()), begin, end) / (end - begin)
-            - truth
-        )
-        < 0.03
+    truth, found = (
+        sum(max(0, min(b, end) - max(a, begin)) for a, b in intervals) / (end - begin)
+        for intervals in (slept, zip(work.start.tolist(), work.end.tolist()))
     )
-    busy, wait, communication, span = times[0]
-    own_updates = (
-        int((updates.end - updates.start)[1:].sum()) / span
-    )  # which no timer in the model sees
+    assert 0.05 < truth < 0.3 and abs(found - truth) < 0.03
+    busy, wait, _, span = times[0]
+    # which no timer in the model sees
+    own_updates = int((updates.end - updates.start)[1:].sum()) / span
     assert abs(busy / span - own_updates - truth) < 0.03
     assert wait / span > 0.6 and all(sum(device[:3]) <= device[3] for device in times)
     assert times[1][0] / times[1][3] > 0.7  # the bottleneck
-    waits = read_rank_trace(sleeping_run, 0).events
-    waits = waits.select(waits.is_kind("wait") & (waits.carries == PAYLOADS.index("gradients")))
+    waits = events.select(events.is_kind("wait") & (events.carries == PAYLOADS.index("gradients")))
     assert len(waits.start) == UPDATES and set(waits.peer.tolist()) == {1}
-
-
-@needs_processes
-def test_no_two_events_of_a_rank_overlap(sleeping_run: Path) -> None:
-    for device in (0, 1):
-        events = read_rank_trace(sleeping_run, device).events
-        assert (events.start[1:] >= events.end[:-1]).all() and (events.end >= events.start).all()
-        assert set(events.device.tolist()) == set(events.stage.tolist()) == {device}
 
 
 @needs_processes
 def test_communicated_bytes_are_the_size_of_activations_and_gradients(sleeping_run: Path) -> None:
     size = BATCH * WIDTH * 4
     for device, carried, peer in ((0, "activations", 1), (1, "gradients", 0)):
-        events = read_rank_trace(sleeping_run, device).events
-        sent = events.select(events.is_kind("send") & (events.carries == PAYLOADS.index(carried)))
-        assert sent.bytes.tolist() == [size] * UPDATES and set(sent.peer.tolist()) == {peer}
-        assert sent.microbatch.tolist() == list(range(UPDATES))
-        other = read_rank_trace(sleeping_run, peer).events
-        received = other.select(other.is_kind("recv") & (other.carries == PAYLOADS.index(carried)))
-        assert received.bytes.tolist() == [size] * UPDATES and set(received.peer.tolist()) == {
-            device
-        }
+        messages = []
+        for rank, kind, other in ((device, "send", peer), (peer, "recv", device)):
+            events = read_rank_trace(sleeping_run, rank).events
+            # no two events of a rank overlap
+            assert (events.start[1:] >= events.end[:-1]).all()
+            assert (events.end >= events.start).all()
+            assert {*events.device.tolist()} == {*events.stage.tolist()} == {rank}
+            of_kind = events.is_kind(kind) & (events.carries == PAYLOADS.index(carried))
+            messages.append(events.select(of_kind))
+            assert messages[-1].bytes.tolist() == [size] * UPDATES
+            assert messages[-1].microbatch.tolist() == list(range(UPDATES))
+            assert {*messages[-1].peer.tolist()} == {other}
         # by one clock, a message arrives after it was sent
-        assert (received.end - sent.start > -1_000_000).all()
+        assert (messages[1].end - messages[0].start > -1_000_000).all()
     links = read_summary(sleeping_run / "run")["links"]
-    assert [(link["src"], link["dst"], link["bytes_per_microbatch"]) for link in links] == [
-        (0, 1, size),
-        (1, 0, size),
-    ]
+    found = [(link["src"], link["dst"], link["bytes_per_microbatch"]) for link in links]
+    assert found == [(0, 1, size), (1, 0, size)]
 
 
 @needs_processes
 def test_memory_equals_the_bytes_of_the_tensors(sleeping_run: Path) -> None:
-    peaks = json.loads((sleeping_run / "measured.json").read_text())["peak_memory"]
+    peaks = read_json(sleeping_run / "measured.json")["peak_memory"]
     first, last = 4 * (WIDTH * WIDTH + WIDTH), 4 * (WIDTH * CLASSES + CLASSES)
     across, labels = 4 * BATCH * WIDTH, 8 * BATCH
-    for peak, weights in zip(peaks, (first, last)):
+    for device, (peak, weights) in enumerate(zip(peaks, (first, last))):
         assert peak["weights"] == peak["gradients"] == peak["optimizer"] == weights
         assert peak["total"] <= sum(peak[name] for name in MEMORY)
-    assert [peak["versions"] for peak in peaks] == [
-        first,
-        0,
-    ]  # the copy that the first stage's backward reads
+        counters = read_rank_trace(sleeping_run, device).counters
+        for name, counter in MEMORY.items():
+            assert counters.value[counters.name == counter].max() == peak[name]
+    # the copy that the first stage's backward reads
+    assert [peak["versions"] for peak in peaks] == [first, 0]
     # two microbatches in flight: inputs and outputs; on the last stage inputs, labels, the log of the softmax, the loss
     # and the sum of the labels' weights
     assert peaks[0]["activations"] == 2 * (across + across)
     assert peaks[1]["activations"] == across + labels + 4 * BATCH * CLASSES + 4 + 4
-    for device in (0, 1):
-        counters = read_rank_trace(sleeping_run, device).counters
-        for name, counter in MEMORY.items():
-            values = counters.value[counters.name == counter]
-            assert values.max() == peaks[device][name]
 
 
 @needs_processes
 def test_the_metadata_describe_the_run_and_its_units(sleeping_run: Path) -> None:
     metadata = read_rank_trace(sleeping_run, 1).metadata
-    assert (
-        metadata["schema"] == 1
-        and metadata["method"] == "pipedream"
-        and metadata["device_of_stage"] == [0, 1]
-    )
-    assert (
-        metadata["window"] == {"begin": 0, "end": 512, "every": 1}
-        and metadata["step_samples"] == BATCH
-    )
-    units = {unit["name"]: unit for unit in metadata["units"]}
-    assert list(units) == ["one", "two"] and [unit["stage"] for unit in metadata["units"]] == [0, 1]
-    assert units["one"]["forward_flops"] == 2 * BATCH * WIDTH * WIDTH
-    assert units["two"]["backward_flops"] == 2 * 2 * BATCH * WIDTH * CLASSES
-    assert units["two"]["crossing_bytes"] == 4 * BATCH * WIDTH
+    expected = {
+        "schema": 1, "method": "pipedream", "device_of_stage": [0, 1], "step_samples": BATCH,
+        "window": {"begin": 0, "end": 512, "every": 1},
+    }  # fmt: skip
+    assert expected.items() <= metadata.items()
+    one, two = metadata["units"]
+    assert [(unit["name"], unit["stage"]) for unit in (one, two)] == [("one", 0), ("two", 1)]
+    assert one["forward_flops"] == 2 * BATCH * WIDTH * WIDTH
+    assert two["backward_flops"] == 2 * 2 * BATCH * WIDTH * CLASSES
+    assert two["crossing_bytes"] == 4 * BATCH * WIDTH
 
 
 @pytest.mark.slow
 @needs_processes
 def test_a_killed_run_leaves_its_trace_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
     keys = {
-        "log": {"tensorboard": False, "trace": {"begin": 2, "end": 400}}, "checkpoint": {"every": 20},
+        "log": {"tensorboard": False, "trace": {"begin": 2, "end": 400}}, "checkpoint": {"every": 10}, "steps": 45,
         "clip": {"norm": 1.0, "scope": "delayed_global"},
     }  # fmt: skip
-    running = start_ranks(tmp_path, steps=90, **keys)
-    traces = [tmp_path / "run" / "trace" / f"rank-{rank}.trace" for rank in range(2)]
+    running = start_ranks(tmp_path, **keys)
+    checkpoints = tmp_path / "run" / "checkpoints"
     deadline = time.monotonic() + 120
-    while (
-        time.monotonic() < deadline and not (tmp_path / "run" / "checkpoints" / "step-60").exists()
-    ):
+    while time.monotonic() < deadline and not (checkpoints / "step-30").exists():
         time.sleep(0.01)
     for rank in running.ranks:
         os.kill(rank.pid, signal.SIGKILL)
         rank.join()
-    killed_traces = [read_store(path) for path in traces]
-    # clipping by norms of others divides an update into parts
-    recorded_updates = [
-        sorted(set(trace.events.microbatch[trace.events.is_kind("update")].tolist()))
-        for trace in killed_traces
-    ]
-    assert all(
-        updates == list(range(2, len(updates) + 2)) and len(updates) > 40
-        for updates in recorded_updates
-    )
-    steps = sorted(int(path.name[5:]) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    newest_step = steps[-1]
-    finish_ranks(start_ranks(tmp_path, steps=90, resume=True, **keys))
+    killed_traces = [read_rank_trace(tmp_path, rank) for rank in range(2)]
+    newest_step = max(int(path.name[5:]) for path in checkpoints.glob("step-*"))
+    finish_ranks(start_ranks(tmp_path, resume=True, **keys))
     for rank, before in enumerate(killed_traces):
+        # clipping by norms of others divides an update into parts
+        updates = {*before.events.microbatch[before.events.is_kind("update")].tolist()}
+        assert updates == {*range(2, len(updates) + 2)} and len(updates) > 20
         trace = read_rank_trace(tmp_path, rank)
         events = trace.events
         updates = events.microbatch[events.is_kind("update") & (events.version >= 0)]
-        assert sorted(set(updates.tolist())) == list(range(2, 90))  # nothing lost, nothing twice
+        assert sorted({*updates.tolist()}) == list(range(2, 45))  # nothing lost, nothing twice
         assert (events.start[1:] >= events.end[:-1]).all()
-        assert events.is_kind("pause").sum() == 1
         old = find_updates(before.events, 1) < newest_step
-        assert int(old.sum()) == int(np.flatnonzero(events.is_kind("pause"))[0])
-        same = events.select(slice(0, int(old.sum())))
-        assert (same.end - same.start == (before.events.end - before.events.start)[old]).all()
+        count = int(old.sum())
+        assert np.flatnonzero(events.is_kind("pause")).tolist() == [count]
+        lengths = (before.events.end - before.events.start)[old]
+        assert ((events.end - events.start)[:count] == lengths).all()
         norms = events.is_kind("wait") & (events.carries == PAYLOADS.index("norms"))
-        assert norms.any() and set(events.peer[norms].tolist()) == {1 - rank}
+        assert norms.any() and {*events.peer[norms].tolist()} == {1 - rank}
         # also counters that changed before the window
-        assert set(trace.counters.name.tolist()) == set(MEMORY.values())
+        assert {*trace.counters.name.tolist()} == {*MEMORY.values()}
 
 
 # ---- recording without processes
@@ -379,13 +340,12 @@ def test_marks_of_a_gpu() -> None:
 
 
 def test_updates_of_events() -> None:
+    """Passes belong to the update of their microbatch, four a batch; evaluations to none."""
     rows = [
         ("forward", 7, 3, ""), ("send", 7, -1, "activations"), ("update", 1, 2, ""), ("wait", 1, -1, "norms"),
-        ("average", 1, -1, "gradients"), ("checkpoint", -1, 2, ""), ("evaluate", -1, 0, ""), ("wait", 1, -1, "losses"),
+        ("average", 1, -1, "gradients"), ("checkpoint", -1, 2, ""), ("evaluate", -1, 0, ""),
     ]  # fmt: skip
-    from ipu_pipe.trace.events import Event
-
-    events = Events.from_rows(
+    events = [
         Event(0, 0, kind, m, 0, 1, version, None, -1, what) for kind, m, version, what in rows
-    )
-    assert find_updates(concatenate_events([events]), 4).tolist() == [1, 1, 1, 1, 1, 1, -1, 1]
+    ]
+    assert find_updates(Events.from_rows(events), 4).tolist() == [1, 1, 1, 1, 1, 1, -1]

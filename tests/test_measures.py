@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import numpy as np
 import pytest
@@ -37,7 +36,7 @@ cross_entropy = nn.functional.cross_entropy
 LOSS = SumOfLosses(cross_entropy)
 STRUCTURES = {
     "greedy": Structure(), "overlapping": Structure(overlap=1), "twice": Structure(overlap=2),
-    "chunked": Structure(blocks=("2",)),
+    "chunked": Structure(blocks=("2",)), "whole": Structure(blocks=1), "last": Structure(layers=1),
 }  # fmt: skip
 
 
@@ -98,13 +97,9 @@ def measure_angles(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> List[O
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_the_last_blocks_local_gradient_is_the_true_one_and_others_are_not(name: str) -> None:
     angles = measure_angles(make_measured_model(STRUCTURES[name]), *make_measured_batch())
-    assert angles[-1] == 0.0
-    for angle in angles[:-1]:
-        assert angle is not None and angle > 1
-
-
-def test_one_block_has_no_angle_to_the_whole_model() -> None:
-    assert measure_angles(make_measured_model(Structure(blocks=1)), *make_measured_batch()) == [0.0]
+    assert angles[-1] == 0.0 and all(angle is None or angle > 1 for angle in angles[:-1])
+    # frozen blocks have no angle
+    assert (None in angles) == (name == "last") and (len(angles) == 1) == (name == "whole")
 
 
 def make_tanh_layers() -> List[nn.Module]:
@@ -113,6 +108,11 @@ def make_tanh_layers() -> List[nn.Module]:
         nn.Sequential(nn.Linear(a, b), nn.Tanh()).double()
         for a, b in ((12, 10), (10, 9), (9, 8), (8, 4))
     ]
+
+
+def flatten_gradients(loss: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    grads = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
+    return torch.cat([g.flatten() for g in grads])
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -131,92 +131,77 @@ def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
         parts = [*stages[first : j + 1], *([head] if head else [])]
         loss = cross_entropy(nn.Sequential(*parts)(entered[first]), y)
         for i in range(first, j + 1):
-            grads = torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)
-            local[i].append(torch.cat([g.flatten() for g in grads]))
+            local[i].append(flatten_gradients(loss, stages[i]))
     loss = cross_entropy(nn.Sequential(*stages)(x), y)
     for i, result in enumerate(measure_angles(model, x, y)):
-        true = torch.cat(
-            [
-                g.flatten()
-                for g in torch.autograd.grad(loss, list(stages[i].parameters()), retain_graph=True)
-            ]
-        )
-        mean = torch.stack(local[i]).mean(0)
+        true, mean = flatten_gradients(loss, stages[i]), torch.stack(local[i]).mean(0)
         cosine = float(mean @ true / mean.norm() / true.norm())
         assert result is not None and np.cos(np.radians(result)) == pytest.approx(cosine, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("name", ["greedy", "twice", "chunked"])
 def test_a_probe_leaves_everything_as_it_was(name: str) -> None:
     model, (x, y) = make_measured_model(STRUCTURES[name]), make_measured_batch()
-    model.train()
     torch.autograd.backward([cross_entropy(output, y) for output in model(x)])
     blocks = get_blocks(model)
     assert blocks is not None
     blocks.average_duplicates()
     model.eval()
     next(model.children()).train()
-    modes = [module.training for module in [*model.modules(), blocks.model]]
-    state, gradients = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
-    values = [None if g is None else g.clone() for g in gradients]
-    random = torch.get_rng_state()
-    x_before = x.clone()
+    gradients = [p.grad for p in model.parameters()]
+
+    def take_all() -> List[Any]:
+        modes = [module.training for module in [*model.modules(), blocks.model]]
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+        tensors = [*model.state_dict().values(), *gradients, x, torch.get_rng_state()]
+        return [modes, hooks, *(None if t is None else t.tolist() for t in tensors)]
+
+    before = take_all()
     first = measure_angles(model, x, y)
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in state.items())
-    for p, gradient, value in zip(model.parameters(), gradients, values):
-        assert p.grad is gradient and (
-            gradient is None or (value is not None and torch.equal(gradient, value))
-        )
-    assert modes == [module.training for module in [*model.modules(), blocks.model]]
-    assert torch.equal(random, torch.get_rng_state()) and torch.equal(x, x_before)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert take_all() == before
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients))
     torch.rand(3)
     assert measure_angles(model, x, y) == first, "the draws are the probe's own"
 
 
-def test_frozen_blocks_have_no_angle() -> None:
-    assert measure_angles(make_measured_model(Structure(layers=1)), *make_measured_batch()) == [
-        None,
-        0.0,
-    ]
+@pytest.mark.parametrize(
+    ("angles", "rises", "expected"),
+    [
+        ([60.0, 50.0, 40.0], 1, ["shown", "shown"]),
+        ([91.0, 95.0, 99.0], 0, ["contradicted", "contradicted"]),
+        ([None, 50.0, 40.0], 0, ["cannot be told", "cannot be told"]),
+        ([120.0], 0, ["contradicted", "cannot be told"]),
+    ],
+)
+def test_angles_are_judged_by_the_second_half_of_the_updates(
+    angles: List[Any], rises: int, expected: List[str]
+) -> None:
+    rows = []
+    for seed in range(3):
+        later = [angle if angle is None else angle + seed * rises for angle in angles[:1]]
+        curve = [[0, 170.0, 170.0, 170.0, 0.0]]
+        curve += [[update, *later, *angles[1:], 0.0] for update in (50, 100)]
+        rows.append({"label": "greedy", "seed": seed, "step": 100, "curve": curve})
+    verdicts = measures.judge_angles(rows)
+    assert [verdict.verdict for verdict in verdicts] == expected
+    if rises:
+        differences = [verdict.difference for verdict in verdicts]
+        assert differences == pytest.approx([29, 10.5])
 
 
-def test_angles_are_judged_by_the_second_half_of_the_updates() -> None:
-    def make_row(seed: int, *later: Optional[float]) -> Dict[str, Any]:
-        curve = [[0, 170.0, 170.0, 170.0, 0.0], *([update, *later, 0.0] for update in (50, 100))]
-        return {"label": "greedy", "seed": seed, "step": 100, "curve": curve}
-
-    descent, growth = measures.judge_angles(
-        [make_row(seed, 60.0 + seed, 50.0, 40.0) for seed in range(3)]
-    )
-    assert (descent.verdict, descent.difference) == ("shown", pytest.approx(29))
-    assert (growth.verdict, growth.difference) == ("shown", pytest.approx(10.5))
-    verdicts = measures.judge_angles([make_row(seed, 91.0, 95.0, 99.0) for seed in range(3)])
-    assert [verdict.verdict for verdict in verdicts] == ["contradicted", "contradicted"]
-    assert [
-        verdict.verdict for verdict in measures.judge_angles([make_row(0, None, 50.0, 40.0)])
-    ] == ["cannot be told"] * 2
-    runs = [make_row(seed, 120.0) for seed in range(3)]
-    assert [verdict.verdict for verdict in measures.judge_angles(runs)] == [
-        "contradicted",
-        "cannot be told",
-    ]
-
-
-def test_angles_of_vectors() -> None:
-    def compute_degrees(a: List[float], b: List[float]) -> Any:
-        return compute_angle(torch.tensor(a).double(), torch.tensor(b).double())
-
-    assert compute_degrees([3.0, 0.0], [0.0, 2.0]) == pytest.approx(90)
-    assert compute_degrees([1.0, 0.0], [-5.0, 0.0]) == 180
-    assert compute_degrees([1.0, 0.0], [1.0, 3**0.5]) == pytest.approx(60)
-    assert compute_degrees([1.0, 0.0], [1.0, 1e-9]) == pytest.approx(
-        np.degrees(1e-9)
-    )  # whose cosine is 1
-    assert (
-        compute_degrees([0.0, 0.0], [1.0, 0.0]) is None
-        and compute_degrees([float("nan"), 0.0], [1.0, 0.0]) is None
-    )
+@pytest.mark.parametrize(
+    ("a", "b", "degrees"),
+    [
+        ([3.0, 0.0], [0.0, 2.0], 90),
+        ([1.0, 0.0], [-5.0, 0.0], 180),
+        ([1.0, 0.0], [1.0, 1e-9], np.degrees(1e-9)),  # whose cosine is 1
+        ([0.0, 0.0], [1.0, 0.0], None),
+        ([float("nan"), 0.0], [1.0, 0.0], None),
+    ],
+)
+def test_angles_of_vectors(a: List[float], b: List[float], degrees: Optional[float]) -> None:
+    angle = compute_angle(torch.tensor(a).double(), torch.tensor(b).double())
+    assert angle is degrees or angle == pytest.approx(degrees)
 
 
 def load_measured_config(*changes: str) -> Config:
@@ -231,22 +216,6 @@ def load_measured_config(*changes: str) -> Config:
     return load_config(ROOT / "configs" / "mlp_digits.yaml", [*short, *changes])
 
 
-@pytest.mark.parametrize("method", ["local_greedy", "local_overlapping"])
-def test_training_is_the_same_with_and_without_the_probe(method: str, tmp_path: Path) -> None:
-    options = [MeasureOptions(name="angles", every=every, samples=32) for every in (1, 4)]
-    often, seldom = (
-        measures.measure_angles(load_measured_config(f"method={method}"), tmp_path, one, False)[
-            "curve"
-        ]
-        for one in options
-    )
-    assert [point[0] for point in often] == [0, 1, 2, 3, 4, 5, 6] and [
-        point[0] for point in seldom
-    ] == [0, 4, 6]
-    assert all(point in often for point in seldom)
-    assert len(often[0]) == 5 and all(point[-1] == 0 for point in often)
-
-
 # ---- the fit of training samples, and filters
 
 
@@ -254,45 +223,36 @@ def test_training_samples_are_evaluated_without_augmentation_by_the_final_output
     tmp_path: Path,
 ) -> None:
     """The curve has means over updates; the final weights are those without a measure."""
-    changes = (
-        "data.augment=true",
-        "data.subset=32",
-        "steps=40",
-        "optimizer.lr=0.1",
-        "method=local_greedy",
-        "checkpoint.keep=1",
-    )
-    options = [MeasureOptions(name="fit", every=every) for every in (1, 20)]
+    config = load_measured_config(
+        "data.augment=true", "data.subset=32", "steps=10", "optimizer.lr=0.1", "method=local_greedy", "checkpoint.keep=1"
+    )  # fmt: skip
     fine, coarse = (
-        measures.measure_fit(load_measured_config(*changes), tmp_path, one, False)
-        for one in options
+        measures.measure_fit(config, tmp_path, MeasureOptions(name="fit", every=every), False)
+        for every in (1, 5)
     )
     losses = [loss for _, loss, _ in fine["curve"]]
-    assert [point[0] for point in coarse["curve"]] == [20, 40]
-    assert coarse["curve"][1][1] == pytest.approx(sum(losses[20:]) / 20) and losses[-1] < losses[0]
+    assert [point[0] for point in coarse["curve"]] == [5, 10] and losses[-1] < losses[0]
+    assert coarse["curve"][1][1] == pytest.approx(sum(losses[5:]) / 5)
     assert coarse["values"] == fine["values"] and fine["values"]["blocks"] == 4
-    train(load_measured_config(*changes), tmp_path / "run", quiet=True)
-    plain = ["data.augment=false", f"init_from={tmp_path / 'run'}"]
-    job = build(load_measured_config(*changes, *plain))
+    train(config, tmp_path / "run", quiet=True)
+    data = config.data.model_copy(update={"augment": False})
+    job = build(config.model_copy(update={"init_from": str(tmp_path / "run"), "data": data}))
     assert isinstance(job.data, TensorData)
     job.data.test = job.data.train
     expected = evaluate(job)[-1]
     assert (fine["values"]["train loss"], fine["final"]) == (expected.loss, expected.accuracy)
 
 
-def test_filters_are_the_first_layers_each_between_its_own_extremes(tmp_path: Path) -> None:
-    filters = (
-        np.random.default_rng(0).normal(size=(5, 3, 2, 4))
-        * np.array([1, 1e3, 1, 1e-3, 1])[:, None, None, None]
-    )
+def test_filters_are_the_first_layers_each_between_its_own_extremes() -> None:
+    filters = np.random.default_rng(0).normal(size=(5, 3, 2, 4))
+    filters[1] *= 1e3
     filters[2] = 7.0
     image = measures.make_filters_image(filters)
-    assert image.shape == (2 * 3 + 1, 3 * 5 + 1, 3)
+    assert image.shape == (2 * 3 + 1, 3 * 5 + 1, 3) and (image[4:, 11:] == 1).all()
     for i, one in enumerate(filters):
         tile = image[i // 3 * 3 + 1 :, i % 3 * 5 + 1 :][:2, :4].transpose(2, 0, 1)
         expected = 0.5 if i == 2 else (one - one.min()) / (one.max() - one.min())
         assert tile == pytest.approx(np.broadcast_to(expected, tile.shape))
-    assert (image[4:, 11:] == 1).all()
 
 
 # ---- experiments
@@ -310,8 +270,14 @@ base:
   log: {every: 1}
   backend: {threads: 1}
 seeds: [0, 1]
-rows: {greedy: {}, last: {method: last_layers, method_args: {layers: 2}}}
+rows: {sgd: {method: local_sgd, method_args: {replicas: 2}}, greedy: {}, last: {method: last_layers, method_args: {layers: 2}}}
 """
+
+
+def run_experiment(folder: Path, measure: str, **keys: Any) -> Any:
+    (folder / "one.yaml").write_text(f"{EXPERIMENT}measure: {measure}\n")
+    request = Request(folder / "runs", seeds=[0], jobs=2, say=lambda text: None, **keys)
+    return load_experiment(folder / "one.yaml").run(request)
 
 
 @pytest.mark.slow
@@ -321,37 +287,23 @@ rows: {greedy: {}, last: {method: last_layers, method_args: {layers: 2}}}
     ("{name: training_loss, window: 2}", ["loss_by_epoch.png", "loss_by_time.png"]),
 ])  # fmt: skip
 def test_each_measure_writes_its_results(measure: str, pictures: List[str], tmp_path: Path) -> None:
-    file = tmp_path / "one.yaml"
-    file.write_text(f"{EXPERIMENT}measure: {measure}\n")
-    outcome = load_experiment(file).run(
-        Request(tmp_path / "runs", seeds=[0], jobs=2, say=lambda text: None)
-    )
-    assert [path.name for path in outcome.write(tmp_path)] == [
-        "results.json",
-        "table.md",
-        *pictures,
-    ]
+    outcome = run_experiment(tmp_path, measure, rows=["greedy", "last"])
+    written = [path.name for path in outcome.write(tmp_path)]
+    assert written == ["results.json", "table.md", *pictures]
     assert [curve["label"] for curve in outcome.findings.curves] == ["greedy", "last"]
     assert all(row["final"] is not None and row["step"] == 4 for row in outcome.results["rows"])
 
 
 @pytest.mark.slow
-def test_a_window_of_microbatches_counts_those_of_every_replica(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("window", "points"), [(4, 2), (1000, 1)])
+def test_a_window_of_microbatches_counts_those_of_every_replica(
+    window: int, points: int, tmp_path: Path
+) -> None:
     """Story: LocalSGD's windows were longer than the run, and its rows were called diverged."""
-    file = tmp_path / "one.yaml"
-    changed = EXPERIMENT.replace(
-        "rows: {", "rows: {sgd: {method: local_sgd, method_args: {replicas: 2}}, "
-    )
-    for window, points in ((4, 2), (1000, 1)):
-        file.write_text(f"{changed}measure: {{name: training_loss, window: {window}}}\n")
-        request = Request(
-            tmp_path / f"runs{window}", seeds=[0], rows=["sgd"], say=lambda text: None
-        )
-        findings = load_experiment(file).run(request).findings
-        assert (
-            len(findings.curves[0]["curve"]) == points
-            and findings.results["rows"][0]["final"] is not None
-        )
+    measure = f"{{name: training_loss, window: {window}}}"
+    findings = run_experiment(tmp_path, measure, rows=["sgd"]).findings
+    assert len(findings.curves[0]["curve"]) == points
+    assert findings.results["rows"][0]["final"] is not None
 
 
 @pytest.mark.parametrize("measure, fault", [
@@ -361,10 +313,7 @@ def test_a_window_of_microbatches_counts_those_of_every_replica(tmp_path: Path) 
     pytest.param("{name: angles, samples: 101}", "measure.samples: 101: ", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_bad_measures_are_refused(measure: str, fault: str, tmp_path: Path) -> None:
-    file = tmp_path / "one.yaml"
-    file.write_text(f"{EXPERIMENT}measure: {measure}\n")
-    request = Request(tmp_path / "runs", seeds=[0], rows=["greedy"], say=lambda text: None)
-    assert fault in str(list_faults(lambda: load_experiment(file).run(request)))
+    assert fault in str(list_faults(run_experiment, tmp_path, measure, rows=["greedy"]))
 
 
 # ---- random labels
@@ -377,35 +326,33 @@ def load_digits_data(**options: Any) -> TensorData:
 
 
 def test_random_labels_are_drawn_by_the_seed_alone() -> None:
-    plain_data, random_data, same_seed = (
-        load_digits_data(),
-        load_digits_data(random_labels=True),
-        load_digits_data(random_labels=True),
-    )
-    assert torch.equal(plain_data.train[0], random_data.train[0]) and torch.equal(
-        plain_data.test[0], random_data.test[0]
-    )
-    for part in ("train", "test"):
-        real, labels = getattr(plain_data, part)[1], getattr(random_data, part)[1]
-        assert (
-            torch.equal(labels, getattr(same_seed, part)[1])
-            and labels.dtype == real.dtype == torch.int64
+    def share(labels: torch.Tensor, others: torch.Tensor) -> float:
+        return float((labels == others).float().mean())
+
+    plain, drawn, other_seed, few = (
+        load_digits_data(**keys)
+        for keys in (
+            {"random_labels": False},
+            {"random_labels": True},
+            {"random_labels": True, "seed": 1},
+            {"random_labels": True, "subset": 50, "test_subset": 20},
         )
-        assert sorted(set(labels.tolist())) == list(range(10))
-        assert (
-            0.05 < float((labels == real).float().mean()) < 0.15
-        )  # chance: of 1437 and 360, 0.1 +- 0.008 and 0.016
-    other_seed = load_digits_data(random_labels=True, seed=1)
-    assert 0.05 < float((other_seed.train[1] == random_data.train[1]).float().mean()) < 0.15
-    assert 0.05 < float((random_data.train[1][:360] == random_data.test[1]).float().mean()) < 0.15
-    few = load_digits_data(random_labels=True, subset=50, test_subset=20)
-    assert torch.equal(few.train[1], random_data.train[1][:50]) and torch.equal(
-        few.test[1], random_data.test[1][:20]
     )
-    assert torch.equal(load_digits_data(random_labels=False).train[1], plain_data.train[1])
+    shares = [
+        share(other_seed.train[1], drawn.train[1]),
+        share(drawn.train[1][:360], drawn.test[1]),
+    ]
+    for part, count in (("train", 50), ("test", 20)):
+        (x, real), (y, labels) = getattr(plain, part), getattr(drawn, part)
+        assert torch.equal(x, y) and labels.dtype == real.dtype == torch.int64
+        assert sorted(set(labels.tolist())) == list(range(10))
+        assert torch.equal(getattr(few, part)[1], labels[:count])
+        shares.append(share(labels, real))
+    # chance: of 1437 and 360, 0.1 +- 0.008 and 0.016
+    assert all(0.05 < one < 0.15 for one in shares)
     # neither images nor labels matter
-    x, y = plain_data.train
-    assert torch.equal(sets._draw_labels((x.flip(0), y * 0), 0, "train")[1], random_data.train[1])
+    x, y = plain.train
+    assert torch.equal(sets._draw_labels((x.flip(0), y * 0), 0, "train")[1], drawn.train[1])
 
 
 @pytest.mark.parametrize("name, value, message", [

@@ -3,10 +3,8 @@ docs/results/predictions.md, and the costs behind its tables."""
 
 from __future__ import annotations
 
-import functools
 import json
-from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -28,18 +26,15 @@ from ipu_pipe.schedule.clock import HOST
 from ipu_pipe.schedule.methods import METHODS
 from tests.command_line import run_here
 from tests.support.models import Composed
-from tests.support.runs import ROOT
+from tests.support.runs import DIGITS, ROOT
 from tools.experiments import (
-    catalogue,
     predicted_2bw,
     predicted_local,
     predicted_pipemare,
-    reproduce,
 )
-from tools.experiments.experiment import PredictedRows, make_prediction
-from tools.experiments.verdicts import PREDICTED, predict_claim
+from tools.experiments.experiment import PredictedRows
+from tools.experiments.verdicts import PREDICTED
 
-RATE = {"peak_flops": 1.0, "achievable_share": 1}
 needs_flop_counter = pytest.mark.skipif(
     FlopCounterMode is None, reason="this PyTorch counts no FLOPs"
 )
@@ -54,16 +49,13 @@ def read_stored_table(name: str) -> Dict[str, Any]:
 
 def assert_same_as_docs(name: str, prediction: PredictedRows) -> None:
     """Assert that the computed rows equal the rows in docs/, in whole percents."""
-    table = read_stored_table(name)
-    assert len(table["rows"]) == len(prediction.rows)
-    for row, computed in zip(table["rows"], prediction.rows):
+    rows = read_stored_table(name)["rows"]
+    assert len(rows) == len(prediction.rows)
+    for row, computed in zip(rows, prediction.rows):
         numbers = {key: value for key, value in row.items() if isinstance(value, float)}
         assert {key: computed[key] for key in numbers} == pytest.approx(numbers, rel=0.01, abs=0.11)
-        words = [
-            {key: value for key, value in one.items() if isinstance(value, str)}
-            for one in (row, computed)
-        ]
-        assert words[0] == words[1]
+        words = {key: value for key, value in row.items() if isinstance(value, str)}
+        assert {key: computed[key] for key in words} == words
 
 
 # ---- tables
@@ -145,77 +137,49 @@ def test_two_buffered_pipelines_beat_the_others_as_printed() -> None:
         assert 0.75 < greatest / ratio < 1.25, (one, other, batch)
 
 
+def read_stored_2bw(key: str, word: str) -> List[float]:
+    """Return the numbers of the rows of docs/ whose `key` has the word."""
+    rows = read_stored_table("plan_2bw")["rows"]
+    return [row["small"] for row in rows if word in row[key]]
+
+
 @needs_flop_counter
 def test_tensor_parallelism_loses_between_servers() -> None:
     """The abstract's 1.3 times on one server and 20 times on eight are predicted as 1.2 and 26."""
     ratios = [predicted_2bw.compare_tensor_parallel(*row[1:5]) for row in predicted_2bw.TENSOR]
-    stored = {
-        row["what"]: row["small"]
-        for row in read_stored_table("plan_2bw")["rows"]
-        if "tensor" in row["what"]
-    }
-    assert (
-        list(stored.values()) == pytest.approx(ratios, rel=0.01)
-        and 1 < ratios[0] < 1.5
-        and ratios[1] > 10
-    )
+    assert read_stored_2bw("what", "tensor") == pytest.approx(ratios, rel=0.01)
+    assert 1 < ratios[0] < 1.5 and ratios[1] > 10
 
 
 def test_tensor_parallelism_by_hand() -> None:
     """Two units of 4 and 8 FLOPs forward at 1 FLOP a second; all-reduces of 16 bytes at 16 bytes
     a second between two of four devices."""
-    device = {
-        "memory_bytes": 1e9,
-        "usable_share": 1,
-        "memory_bandwidth": 1e15,
-        "rates": {"float32": RATE},
-    }
-    links = [{"name": "all", "bandwidth": 16.0, "latency": 0.0, "shared_by": 1}]
-    hardware = read_hardware({"devices": 4, "device": device, "links": links})
-    units = (
-        Unit("a", 4.0, 8.0, 4, 16.0, 8.0),
-        Unit("b", 8.0, 16.0, 8, 4.0, 8.0),
-        Unit("loss", 0.0, 0.0, 0, 4.0, 0.0),
-    )
-    tensor_parallel = predict_tensor_parallel(
-        Problem(units, 4.0, hardware, 1e9, "float32", 0), 4, 2, 2
-    )
-    assert tensor_parallel is not None and (tensor_parallel.ways, tensor_parallel.width) == (2, 2)
-    assert (tensor_parallel.micro_batch_size, tensor_parallel.gradient_accumulation) == (1, 1)
+    works = (("a", 4.0, 4, 16.0, 8.0), ("b", 8.0, 8, 4.0, 8.0), ("loss", 0.0, 0, 4.0, 0.0))
+    units = tuple(Unit(name, work, 2 * work, *sizes) for name, work, *sizes in works)
+    hardware = make_unit_hardware(False, bandwidth=16.0)
+    problems = [Problem(units, 4.0, hardware, most, "float32", 0) for most in (1e9, 1.0)]
+    found = predict_tensor_parallel(problems[0], 4, 2, 2)
+    assert found is not None and (found.ways, found.width) == (2, 2)
+    assert (found.micro_batch_size, found.gradient_accumulation) == (1, 1)
     compute = (2 * 12 + 24) / 2  # with recomputation
     messages = 3 * 2 * (16 + 4) / 16  # 2 (t-1)/t = 1 among two
     gradients = 4 * (12 / 2) / 16  # half of them on each device
-    assert tensor_parallel.samples_per_second == pytest.approx(2 / (compute + messages + gradients))
-    assert (
-        predict_tensor_parallel(Problem(units, 4.0, hardware, 1.0, "float32", 0), 4, 2, 2) is None
-    )
+    assert found.samples_per_second == pytest.approx(2 / (compute + messages + gradients))
+    assert predict_tensor_parallel(problems[1], 4, 2, 2) is None
 
 
 @pytest.mark.parametrize(("ways", "code"), [("4", 0), ("3", 2)])
 def test_the_planner_compares_tensor_parallelism(
     ways: str, code: int, monkeypatch: Any, capsys: Any
 ) -> None:
-    options = [
-        "--hardware",
-        "v100x8",
-        "--precision",
-        "float32",
-        "--tensor-parallel",
-        ways,
-        "--json",
-    ]
-    monkeypatch.chdir(ROOT)
-    done = run_here(
-        plan, ROOT / "configs/mlp_digits.yaml", *options, monkeypatch=monkeypatch, capsys=capsys
-    )
-    assert done.returncode == code and ("error: --tensor-parallel: 3: " in done.stderr) == (
-        code == 2
-    )
+    options = f"--hardware v100x8 --precision float32 --tensor-parallel {ways} --json".split()
+    done = run_here(plan, DIGITS, *options, monkeypatch=monkeypatch, capsys=capsys)
+    assert done.returncode == code
+    assert done.stderr.startswith("error: --tensor-parallel: 3: ") == (code == 2)
     if not code:
         compared = json.loads(done.stdout)["tensor_parallel"]
-        assert (compared["ways"], compared["width"]) == (4, 2) and compared[
-            "samples_per_second"
-        ] > 0
+        assert (compared["ways"], compared["width"]) == (4, 2)
+        assert compared["samples_per_second"] > 0
 
 
 @needs_flop_counter
@@ -227,62 +191,17 @@ def test_gpipe_does_not_fit_as_in_the_paper_and_depth_makes_room() -> None:
     assert memory["pipedream_2bw"] <= limit < memory["gpipe"] and len(memory) == 4
     sizes = [predicted_2bw.find_largest_model(depth) / 1e9 for depth in (4, 8, 16)]
     assert sizes == sorted(sizes) and sizes[0] < 2.2 < sizes[1]  # 2.2 billion need eight stages
-    stored = {
-        row["what"]: row["small"]
-        for row in read_stored_table("plan_2bw")["rows"]
-        if row["figure"] == "9"
-    }
-    assert list(stored.values())[:3] == pytest.approx(sizes, abs=0.06)
-
-
-@needs_flop_counter
-def test_one_worker_reaches_the_throughput_of_its_paper() -> None:
-    """The 355M-parameter GPT (24 blocks of 1024) reaches the paper's 45 TFLOP/s on one device;
-    the hardware file's share of the peak is fitted to it."""
-    problem = predicted_2bw.make_problem(predicted_2bw.count_gpt(1024, 24), 1)
-    candidate = Candidate("pipedream_flush", 1, 1, 8, 1, False)
-    costs = Costing(problem, candidate, list_layouts(1, 1)[0], UnitSums(problem, 8)).compute_costs(
-        [0]
-    )
-    flops = sum(unit.forward_flops + unit.backward_flops for unit in problem.units)
-    assert 8 * flops / (costs.forward[0] + costs.backward[0]) == pytest.approx(45e12, rel=0.01)
+    assert read_stored_2bw("figure", "9")[:3] == pytest.approx(sizes, abs=0.06)
 
 
 @needs_flop_counter
 def test_the_planner_chooses_depths_as_printed() -> None:
     """Check two of the printed depths; the third is expensive and left to the command, and the
     page reports that the fourth differs."""
-    assert (
-        predicted_2bw.choose_depth(1920, 2048) == 8 and predicted_2bw.choose_depth(2560, 512) == 16
-    )
-    assert (
-        sum("the planner's choice" in text for text in read_stored_table("plan_2bw")["differences"])
-        == 1
-    )
-
-
-def test_the_command_prints_a_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(ROOT)
-    run = functools.partial(run_here, reproduce, monkeypatch=monkeypatch, capsys=capsys)
-    row = {"what": "a", "printed": 1, "predicted": 2.0}
-    columns, less = (
-        {"what": "what", "predicted": "predicted"},
-        predict_claim("as much", False, -1.0),
-    )
-    prediction = make_prediction(
-        "plan_2bw", "Title", "Paper", columns, lambda: PredictedRows([row], ["note"], [less])
-    )
-    monkeypatch.setattr(catalogue, "TABLE_2BW", prediction)
-    code, output, _ = run("plan_2bw", "--json", "--out", tmp_path)
-    content = json.loads(output)
-    assert code == 0
-    assert content["rows"] == [row] and content["agrees"] is False and content["source"]
-    assert content["verdicts"][0]["verdict"] == "predicted otherwise"
-    assert "| a | 2 |" in (tmp_path / "plan_2bw" / "table.md").read_text(encoding="utf-8")
-    code, _, error = run("plan_2bw", "--seeds", "1")
-    assert code == 2 and "error: --seeds: plan_2bw: " in error
+    choices = [predicted_2bw.choose_depth(*of) for of in ((1920, 2048), (2560, 512))]
+    assert choices == [8, 16]
+    differences = read_stored_table("plan_2bw")["differences"]
+    assert sum("the planner's choice" in text for text in differences) == 1
 
 
 # ---- bytes that operations other than products move
@@ -323,19 +242,16 @@ def test_blocks_end_where_one_activation_crosses() -> None:
         x = m.a(x)
         return m.c(m.b(x.relu()) + x)
 
-    model, x = (
-        Composed(forward_with_skip, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 2)),
-        torch.zeros(2, 8),
-    )
+    model, x = Composed(forward_with_skip, **{n: nn.Linear(8, 8) for n in "abc"}), torch.zeros(2, 8)
     with pytest.raises(BadInput, match="cannot begin at b: a skip connection crosses"):
         count_blocks(model, x, count_units(model, x).units)
 
 
-def make_unit_hardware(lockstep: bool = True, host: Any = None) -> Any:
+def make_unit_hardware(lockstep: bool, host: Any = None, bandwidth: float = 1e15) -> Any:
     """Return hardware whose device does a FLOP a second and moves bytes at once."""
     rates = {"float32": {"peak_flops": 1.0, "achievable_share": 1}}
     device = {"memory_bytes": 1e9, "usable_share": 1, "memory_bandwidth": 1e15, "rates": rates}
-    links = [{"name": "all", "bandwidth": 1e15, "latency": 0.0}]
+    links = [{"name": "all", "bandwidth": bandwidth, "latency": 0.0, "shared_by": 1}]
     return read_hardware(
         {"devices": 4, "lockstep": lockstep, "device": device, "links": links, "host": host}
     )
@@ -375,25 +291,18 @@ def test_the_search_is_exact_with_blocks(
     """The bounds find the best local configuration that trying all finds, and its cut is the
     best of all cuts."""
     units = tuple(Unit(str(i), w, 3 * w, 0, 4.0, 0.0) for i, w in enumerate(work))
-    problem = Problem(
-        units,
-        4.0,
-        make_unit_hardware(lockstep),
-        1e9,
-        "float32",
-        0,
-        make_block_units(units, head, spared),
-    )
-    candidates = list(
-        list_candidates(["local_greedy", "pipedream_flush"], 4, len(units), 8, (False,))
-    )
-    best = search(problem, candidates, 3).best
+    blocks = make_block_units(units, head, spared)
+    problem = Problem(units, 4.0, make_unit_hardware(lockstep), 1e9, "float32", 0, blocks)
+
+    def cost(candidate: Candidate, layout: Any) -> Costing:
+        return Costing(problem, candidate, layout, UnitSums(problem, candidate.micro_batch_size))
+
+    methods = ["local_greedy", "pipedream_flush"]
+    candidates = list(list_candidates(methods, 4, len(units), 8, (False,)))
     rates = []
     for candidate in candidates:
         for layout in list_layouts(candidate.depth, candidate.width):
-            costing = Costing(
-                problem, candidate, layout, UnitSums(problem, candidate.micro_batch_size)
-            )
+            costing = cost(candidate, layout)
             starts = costing.find_cut()
             assert starts is not None
             costs = costing.compute_costs(starts)
@@ -401,13 +310,9 @@ def test_the_search_is_exact_with_blocks(
             seconds = BatchTimes(method, candidate.depth, costs).compute(count).seconds
             assert costing.bound_seconds(costs) <= seconds * (1 + 1e-9)
             rates.append(candidate.global_batch_size / seconds)
-    assert best[0].samples_per_second == pytest.approx(max(rates))
-    costing = Costing(
-        problem,
-        Candidate("local_greedy", 2, 2, 1, 4, False),
-        list_layouts(2, 2)[0],
-        UnitSums(problem, 1),
-    )
+    best = search(problem, candidates, 3).best[0]
+    assert best.samples_per_second == pytest.approx(max(rates))
+    costing = cost(Candidate("local_greedy", 2, 2, 1, 4, False), list_layouts(2, 2)[0])
     slowest = {k: max(predict_cut(costing, [0, k]).work) for k in range(1, len(units))}
     assert costing.find_cut() == [0, min(slowest, key=lambda k: slowest[k])]
 
@@ -420,17 +325,14 @@ def test_in_lock_step_all_wait_for_samples_from_the_host() -> None:
     receive them beside the passes."""
     units = tuple(Unit(str(i), 1.0, 2.0, 0, 4.0, 0.0) for i in range(2))
     candidate = Candidate("pipedream_flush", 2, 1, 1, 8, False)
+
+    def predict(lockstep: bool, host: Any) -> Any:
+        problem = Problem(units, 4.0, make_unit_hardware(lockstep, host), 1e9, "float32", 0)
+        costing = Costing(problem, candidate, list_layouts(2, 1)[0], UnitSums(problem, 1))
+        return predict_cut(costing, [0, 1])
+
     host = {"bandwidth": 4.0, "latency": 0.0}
-    result = {}
-    for lockstep in (True, False):
-        for link in (None, host):
-            problem = Problem(units, 4.0, make_unit_hardware(lockstep, link), 1e9, "float32", 0)
-            result[lockstep, link is host] = predict_cut(
-                Costing(problem, candidate, list_layouts(2, 1)[0], UnitSums(problem, 1)), [0, 1]
-            )
-    assert result[True, True].seconds == pytest.approx(result[True, False].seconds + 8)
-    assert result[False, True].seconds == result[False, False].seconds
-    assert (
-        result[True, True].link_busy[HOST] == pytest.approx(8)
-        and HOST not in result[False, True].link_busy
-    )
+    waiting, beside = predict(True, host), predict(False, host)
+    assert waiting.seconds == pytest.approx(predict(True, None).seconds + 8)
+    assert beside.seconds == predict(False, None).seconds
+    assert waiting.link_busy[HOST] == pytest.approx(8) and HOST not in beside.link_busy

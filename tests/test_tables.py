@@ -10,10 +10,8 @@ from typing import Any, List, Tuple
 
 import pytest
 
-from ipu_pipe.cli import analyze
 from ipu_pipe.trace.reading import read_trace
 from ipu_pipe.trace.tables import COLUMNS, make_event_frame, write_table
-from tests.support.runs import list_faults
 from tests.test_tools_analyze import run_analyze, write_run_folder
 
 
@@ -59,9 +57,3 @@ def test_parquet_and_data_frames(tmp_path: Path) -> None:
     frame = make_event_frame(trace.events)
     assert [*frame.columns] == [*COLUMNS] and len(frame) == len(rows)
     assert frame[frame.kind == "update"].peer.isna().all()
-
-
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    run = write_run_folder(tmp_path / "run")
-    (fault,) = list_faults(analyze.main, [str(run), "--to", "a.xlsx"])
-    assert "--to" in fault and ".parquet" in fault

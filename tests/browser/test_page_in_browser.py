@@ -32,7 +32,6 @@ FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--window-size=1400,900",
 )  # fmt: skip
-SHOTS = Path(__file__).parent / "build"  # ignored by git; for the eye
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +112,6 @@ class BrowserPage:
     def send_keys(self, keys: str, at: str = "#canvas") -> None:
         self.find(at).send_keys(keys)
 
-    def save_screenshot(self, name: str) -> None:
-        SHOTS.mkdir(exist_ok=True)
-        assert self.driver.save_screenshot(str(SHOTS / f"{name}.png"))
-
     def count_colours(self) -> int:
         """Return the number of colours in the timeline."""
         return int(
@@ -137,14 +132,10 @@ class BrowserPage:
 
     def assert_quiet(self) -> None:
         assert self.driver.get_log("browser") == []
-        messages = [
-            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
-        ]
-        urls = [
-            message["params"]["request"]["url"]
-            for message in messages
-            if message["method"] == "Network.requestWillBeSent"
-        ]
+        logged = self.driver.get_log("performance")
+        messages = [json.loads(entry["message"])["message"] for entry in logged]
+        requests = [m for m in messages if m["method"] == "Network.requestWillBeSent"]
+        urls = [message["params"]["request"]["url"] for message in requests]
         assert urls and all(url.startswith(("file:", "data:")) for url in urls), urls
 
 
@@ -250,13 +241,6 @@ def test_searching_hovering_and_choosing_kinds(open_page: Callable[..., BrowserP
         "forward of microbatch 13", "stage 1, device 1", "2.1 ms from 92.0 ms (measured)", "reads weights' version 3",
         "512 KiB handed on",
     ]  # fmt: skip
-    (wait,) = [
-        e for e in events if e.kind == "wait" and e.stage == 2 and e.carries == "activations"
-    ]
-    page.hover(((wait.start_ns + wait.end_ns) / 2 - results[0]) / (results[1] - results[0]), row=2)
-    page.wait_until(lambda: "wait" in page.read_text("#tip"))
-    assert "waits for activations from device 1" in page.read_text("#tip")
-    page.save_screenshot("search")
     page.send_keys("\ue00c")  # Escape
     colours = page.count_colours()
     button = page.find('#legend button[data-kind="wait"]')
@@ -292,7 +276,6 @@ def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
     assert page.read_text("#stages thead").endswith(
         "forward backward input gradient weight gradient update"
     )
-    page.save_screenshot("halves")
 
 
 def test_without_a_mouse_and_as_tables(open_page: Callable[..., BrowserPage]) -> None:
@@ -318,14 +301,8 @@ def test_without_a_mouse_and_as_tables(open_page: Callable[..., BrowserPage]) ->
 def test_memory_traffic_and_the_other_views(open_page: Callable[..., BrowserPage]) -> None:
     trace, analysis = make_example_trace()
     longest = [{"microbatch": 7, "at_ns": 60_000_000, "duration_ns": 3_500_000}]
-    row = {
-        "stage": 3,
-        "kind": "forward",
-        "count": 2,
-        "lost_ns": 5_000_000,
-        "median_ns": 9e5,
-        "longest": longest,
-    }
+    counts = {"count": 2, "lost_ns": 5_000_000, "median_ns": 9e5}
+    row = {"stage": 3, "kind": "forward", **counts, "longest": longest}
     page = open_page(trace, {**analysis, "stragglers": [row]})
     figures = page.driver.find_elements("css selector", "#memory figure")
     assert len(figures) == STAGES and all(
@@ -363,7 +340,6 @@ def test_both_colour_schemes_and_a_narrow_window(
         assert page.run_script("return document.documentElement.scrollWidth") <= width
         assert page.count_colours() >= 5
         grounds.append(page.run_script("return getComputedStyle(document.body).backgroundColor"))
-        page.save_screenshot(f"{scheme}-{width}")
     assert grounds == ["rgb(251, 251, 250)" if scheme == "light" else "rgb(20, 23, 26)"] * 2
     run_devtools_command("Emulation.clearDeviceMetricsOverride", {})
 

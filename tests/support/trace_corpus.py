@@ -14,14 +14,12 @@ what is slow is slower by a factor of 20 or more:
     none       nothing
 
     python -m tests.support.trace_corpus [NAME...]    # record anew, and write tests/traces.tar.xz
-    python -m tests.support.trace_corpus --drawn FOLDER SEED    # record three drawn cases; FOLDER/answers.json has their causes
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import socket
 import sys
@@ -37,9 +35,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests import forked
-from tests.support.profiled_pipelines import WIDTH, Slept
 
 ARCHIVE = Path(__file__).resolve().parents[1] / "traces.tar.xz"
+WIDTH = 16
 MICROBATCHES = 4
 UPDATES = 2
 # seconds
@@ -121,6 +119,21 @@ CORPUS: Dict[str, Recording] = {
     "loop_4_labels_stage": Recording("loop", "stage", "pp4", marks="labels", slow=2),
     "loop_both_pp_dp_stage": Recording("loop", "stage", "pp,dp", marks="both", slow=0),
 }
+
+
+class Slept(torch.autograd.Function):
+    """An operation that takes its time, whatever else the machine does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradient * 1.0, None
 
 
 class SleepingStage(nn.Module):
@@ -355,21 +368,6 @@ def record(case: Recording) -> Any:
     return profiler
 
 
-def draw_recording(rng: random.Random) -> Recording:
-    """Draw a case, which need not be one of CORPUS."""
-    schedule = rng.choice(
-        ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV", "loop"]
-    )  # fmt: skip
-    is_multi = schedule not in ("ScheduleGPipe", "Schedule1F1B", "loop")
-    mesh = rng.choice(["pp", "pp,dp", "dp,pp"] if is_multi else ["pp", "pp4", "pp,dp", "dp,pp"])
-    causes = ["stage", "link", "data", "host", "none"]
-    causes += ["replica"] * ("dp" in mesh) + ["one link"] * (mesh == "pp4")
-    marks = rng.choice(["plain", "ranges", "labels", "both"]) if schedule == "loop" else "plain"
-    stages = 2 if is_multi else 1
-    case = Recording(schedule, rng.choice(causes), mesh, marks, 0, stages)
-    return case._replace(slow=rng.randrange(case.sizes["pp"] * stages))
-
-
 def _record_all(rank: int, ranks: int, folder: str, cases: Dict[str, Recording], port: int) -> None:
     os.environ.update(
         forked.make_rank_environment(rank, ranks, port), TORCHELASTIC_USE_AGENT_STORE="False"
@@ -441,18 +439,7 @@ def store_corpus(folder: Path) -> None:
                 archive.addfile(entry, file)
 
 
-def record_drawn(folder: Path, seed: int) -> None:
-    """Record three drawn cases under names that say nothing of them, and their answers apart."""
-    rng = random.Random(seed)
-    cases = {f"drawn{number}": draw_recording(rng) for number in range(3)}
-    record_cases(folder, cases)
-    answers = {name: case._asdict() for name, case in cases.items()}
-    (folder / "answers.json").write_text(json.dumps(answers))
-
-
-if __name__ == "__main__" and sys.argv[1:2] == ["--drawn"]:
-    record_drawn(Path(sys.argv[2]), int(sys.argv[3]))
-elif __name__ == "__main__":
+if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         if ARCHIVE.exists():
             extract_corpus(Path(name))
