@@ -186,8 +186,8 @@ def keep_number(m: Any, h: torch.Tensor) -> torch.Tensor:
 
 
 def keep_tensor(m: Any, h: torch.Tensor) -> torch.Tensor:
-    m.reader.stored = h
-    return m.reader(m.b(h))  # type: ignore[no-any-return]
+    m.a.stored = h
+    return m.reader(m.b(h * 1))  # type: ignore[no-any-return]
 
 
 def overwrite_view(m: Any, h: torch.Tensor) -> torch.Tensor:
@@ -219,25 +219,25 @@ EXACT: Dict[str, Way] = {
 REFUSED: Dict[str, Tuple[Way, str]] = {
     "own gradient": (penalize_gradient, r"stage 1: torch.autograd.grad in the model's own forward: .*earlier stage.*emulator"),
     "layer drop": (lambda m, h: m.b(h) if torch.rand([]) < 2 else h, r"stage 0: a random number read from a tensor"),
-    "dataclass": (lambda m, h: m.take(Activations(m.b(h))), "take in the model's own forward: it gets tensors in a Activ"),
-    "packed": (lambda m, h: m.b(h) + m.take(pack_rows(h)).sum(), "it gets tensors in a PackedSequence, .*: pass the padded tensor"),
-    "item": (lambda m, h: m.b(h if h.sum() > 0 else -h), r"stage 0: a number read from a tensor \(if, item, int\) in the model's"),
-    "list": (lambda m, h: m.b(h * max(h.tolist()[0])), "stage 0: tolist in the model's own forward: .* depends on a tensor's values"),
+    "dataclass": (lambda m, h: m.take(Activations(m.b(h))), "take in the model's own forward: it gets tensors in a"),
+    "packed": (lambda m, h: m.b(h) + m.take(pack_rows(h)).sum(), "it gets tensors in a PackedSequence, .*: pass the padded"),
+    "item": (lambda m, h: m.b(h if h.sum() > 0 else -h), r"stage 0: a number read from a tensor \(if, item, int\)"),
+    "list": (lambda m, h: m.b(h * max(h.tolist()[0])), "stage 0: tolist in the model's own forward: "),
     "allclose": (lambda m, h: m.b(h) if torch.allclose(h, h + 1) else h, "stage 0: allclose in the model's own forward"),
     "dropout": (lambda m, h: m.b(F.dropout(h, training=m.training)), "not the same model: the output of b"),
-    "kept aside": (keep_tensor, "reader in the model's own forward: its add reads a tensor that .* kept aside"),
+    "kept aside": (keep_tensor, "reader in the model's own forward: its add reads a tensor that .* aside"),
     "cache": (lambda m, h: m.b(m.take(StoreCache(h))), "take in the model's own forward: it takes a StoreCache, "),
     "own backward": (lambda m, h: m.b(DoublingFunction.apply(h)), "not the same model"),  # type: ignore[no-untyped-call]
     "view": (overwrite_view, "not the same model"),
     "buffer": (rebind_buffer, r"the buffer of count is the first tensor that differs, by up to 2.0e\+00"),
-    "random": (lambda m, h: m.b(h) + torch.rand(4), "a stage begins inside the model itself, which draws random numbers by itself"),
+    "random": (lambda m, h: m.b(h) + torch.rand(4), "a stage begins inside the model itself, which draws random numbers"),
     "counted": (alternate, DIFFERS),
     "number": (count_forwards, "model: kept: the forward changes this number in a module that is cut"),
     "numpy": (lambda m, h: m.b(h) if np.random.rand() < 2 else h, "draws from Python's random or numpy's, which no seed of a"),
     "vmap": (lambda m, h: m.b(torch.vmap(lambda row: row * row.sum())(h)), "made inside torch.func"),
     "given": (lambda m, h: m.b(h) / (1 + m.scale(h)), DIFFERS),
     "number aside": (lambda m, h: m.b(m.probe(h)) / (1 + m.probe.seen[0]), DIFFERS),
-    "generator": (lambda m, h: m.b(m.own(h)), r"the output of own \(stage 0\) differs each time: something draws random numbers"),
+    "generator": (lambda m, h: m.b(m.own(h)), r"the output of own \(stage 0\) differs each time: something draws"),
 }  # fmt: skip
 
 
@@ -248,13 +248,14 @@ def make_three_layers(way: Way) -> nn.Module:
     a number, `own`, which draws from a generator of its own, `reader`, which adds what it was
     given, and `take`, which takes a tensor out of an object.
     """
-    generator = torch.Generator().manual_seed(1)
+    generator, first = torch.Generator().manual_seed(1), nn.Linear(4, 4)
+    first.stored = None  # type: ignore[assignment]
     return Composed(
-        lambda m, x: m.c(way(m, m.drop(m.a(x)))), kept=1, counts=[1], a=nn.Linear(4, 4), b=nn.Linear(4, 4),
+        lambda m, x: m.c(way(m, m.drop(m.a(x)))), kept=1, counts=[1], a=first, b=nn.Linear(4, 4),
         c=nn.Linear(4, 4), drop=nn.Dropout(0.5), count=torch.zeros(()),
         scale=Composed(lambda m, h: float(h.detach().abs().max())), probe=Composed(keep_number, seen=[0.0]),
         own=Composed(lambda m, h: h + torch.rand(4, generator=generator)),
-        reader=Composed(lambda m, h: h + m.stored, stored=None),
+        reader=Composed(lambda m, h: h + m.others[0].stored, others=[first]),
         take=Composed(lambda m, h: h.data),
     )  # fmt: skip
 

@@ -30,7 +30,6 @@ from ipu_pipe.stability.roots import (
 from tools.experiments.bounds import bound_local_sgd, bound_rpd, bound_rpd_pl
 from tools.experiments.half_lives import (
     compute_half_life,
-    compute_impulse_response,
     find_best_momentum,
     find_least_half_life,
     find_least_half_lives,
@@ -275,15 +274,6 @@ def test_stages_that_share_a_direction(horizon: float) -> None:
 
 
 # ---- equivalent rules
-
-
-def test_compensation_answers_a_late_gradient_as_if_it_had_come_in_time() -> None:
-    m, D = 0.8, 5
-    undelayed = compute_impulse_response(make_delayed_sgd(0, m), 30)
-    compensated = make_delayed_sgd(D, m, compute_spike_coefficients(m, D))
-    response = compute_impulse_response(compensated, 30)
-    assert response[D + 1 :] == pytest.approx(undelayed[D + 1 :]) and not response[:D].any()
-    assert response[D] == pytest.approx(undelayed[: D + 1].sum())
 
 
 def test_the_decay_of_t2() -> None:
