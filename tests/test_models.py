@@ -288,12 +288,10 @@ def test_branches_may_start_at_zero(make: Any, last: str) -> None:
 @pytest.mark.parametrize("make, args, message", [
     (resnets.resnet18, {"classes": 0}, "classes: 0: must be at least 1"),
     (resnets.resnet50, {"norm": "layer"}, "norm: layer: must be batch or group"),
-    (resnets.preact_resnet20, {"classes": -1}, "classes: -1: must be at least 1"),
     (resnets.preact_resnet110, {"norm": "None"}, "norm: None: must be batch or group"),
     (resnets.preact_resnet50, {"norm": "none"}, "norm: none: must be batch or group"),
     (mlps.mlp, {"width": 0}, "mlp: width: 0: must be at least 1"),
     (mlps.mlp, {"layers": -1}, "mlp: layers: -1: must be at least 0"),
-    (convnet, {"classes": 0}, "convnet: classes: 0: must be at least 1"),
     (convnet, {"norm": "layer"}, "convnet: norm: layer: must be batch or group"),
     (vgg.vgg13, {"width": 0}, "width: 0: must be at least 1"),
     (vgg.vgg16, {"norm": "batch"}, "norm: batch: must be none or group"),

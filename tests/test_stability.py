@@ -11,7 +11,6 @@ import pytest
 
 from ipu_pipe.schedule.delays import compute_greatest_delay
 from ipu_pipe.stability.recurrences import (
-    DelayedRead,
     Recurrence,
     compute_discrepancy_decay,
     compute_spike_coefficients,
@@ -241,36 +240,6 @@ def test_simulated_recurrences_grow_as_their_roots_predict() -> None:
         clear_count += is_clear.sum()
         assert ((growth < 1) == (radius < 1))[is_clear].all(), recurrence
     assert clear_count > 500
-
-
-@pytest.mark.parametrize("horizon", [0.0, 1.0])
-def test_stages_that_share_a_direction(horizon: float) -> None:
-    """Compare the recurrence with a quadratic of one direction v, each of whose dimensions has
-    its own delay and rate."""
-    delays, shares, rates = [8, 4, 2, 0], [0.2, 0.5, 0.2, 0.1], [1 / 8, 1 / 4, 1 / 2, 1.0]
-    m, compensated = 0.8, [(1.0, 0.0)] * 4
-    if horizon:
-        compensated = [compute_spike_coefficients(m, delay) for delay in delays]
-    stages = [
-        Recurrence((DelayedRead(2.0, d, horizon * d),), m, a, b, share=share, rate=rate)
-        for d, (a, b), share, rate in zip(delays, compensated, shares, rates)
-    ]
-    largest = find_largest_stable_step(derive_loop_gain(*stages))
-    v, (a, b) = np.sqrt(shares), np.array(compensated).T
-    for factor, grows in ((0.97, False), (1.03, True)):
-        w, velocity, step = [v, v], np.zeros(len(v)), factor * largest
-        for _ in range(4000):
-            read_weights = np.array([
-                (1 + horizon * d) * w[max(-1 - d, -len(w))][i] - horizon * d * w[max(-2 - d, -len(w))][i]
-                for i, d in enumerate(delays)
-            ])  # fmt: skip
-            gradient = 2.0 * v * (v @ read_weights)
-            velocity = m * velocity + gradient
-            w.append(w[-1] - step * np.array(rates) * (a * velocity + b * gradient))
-        sums = np.array(w[1:]) @ v
-        assert (np.abs(sums[-300:]).max() > 1) == grows
-        ours = simulate(*stages, steps=step, updates=200)
-        assert ours == pytest.approx(sums[:201], rel=1e-9, abs=1e-12)
 
 
 # ---- equivalent rules
