@@ -111,11 +111,6 @@ def _make_vision_convnext() -> nn.Module:
     return torchvision.models.ConvNeXt(blocks, 0.1, num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
-def _make_vision_resnet(**args: Any) -> ZooModel:
-    block = torchvision.models.resnet.Bottleneck
-    return ZooModel(lambda: torchvision.models.ResNet(block, [1, 1, 1, 1], CLASSES, **args))
-
-
 def _make_vision_swin(version: str) -> nn.Module:
     swin: Any = torchvision.models.swin_transformer
     others = (
