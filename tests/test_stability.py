@@ -3,16 +3,14 @@ against root radii and steps."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import Any, List, NamedTuple, Optional, Tuple
+from typing import Any, List, NamedTuple, Tuple
 
 import numpy as np
 import pytest
 
 from ipu_pipe.schedule.delays import compute_greatest_delay
 from ipu_pipe.stability.recurrences import (
-    DelayedRead,
     Recurrence,
     compute_discrepancy_decay,
     compute_spike_coefficients,
@@ -31,15 +29,13 @@ from ipu_pipe.stability.roots import (
 from tools.experiments.bounds import bound_local_sgd, bound_rpd, bound_rpd_pl
 from tools.experiments.half_lives import (
     compute_half_life,
-    compute_impulse_response,
     find_best_momentum,
     find_least_half_life,
     find_least_half_lives,
     find_widest_ranges,
 )
 
-DELAYS = [0, 1, 2, 3, 4, 7, 10, 16, 29, 40, 100]
-MOMENTA = [0.0, 0.1, 0.5, 0.9, 0.99, 0.999]
+DELAYS = [0, 1, 2, 7, 29, 100]
 
 
 def make_polynomial(*parts: Tuple[int, float]) -> List[float]:
@@ -49,74 +45,66 @@ def make_polynomial(*parts: Tuple[int, float]) -> List[float]:
     return [sum(c for p, c in parts if p == power) for power in range(highest, -1, -1)]
 
 
-def expand_at_step(recurrence: Recurrence, step: float) -> List[float]:
-    fixed, per_step = derive_loop_gain(recurrence).expand_polynomial()
-    return list(fixed + step * per_step)
-
-
-def assert_same_roots(derived: List[float], expected: List[float]) -> None:
-    """Assert that two polynomials have the same roots, except roots at 0, of which one
+def assert_roots(recurrence: Recurrence, step: float, expected: Any) -> None:
+    """Assert that a recurrence's polynomial has these roots, except roots at 0, of which one
     derivation may have more."""
-    assert np.trim_zeros(derived, "b") == pytest.approx(np.trim_zeros(expected, "b"), abs=1e-12)
+    fixed, per_step = derive_loop_gain(recurrence).expand_polynomial()
+    derived = list(fixed + step * per_step)
+    assert np.trim_zeros(derived, "b") == pytest.approx(
+        np.trim_zeros(list(expected), "b"), abs=1e-12
+    )
+
+
+def find_limit(recurrence: Recurrence) -> float:
+    """Return the largest stable step."""
+    return find_largest_stable_step(derive_loop_gain(recurrence))
 
 
 # ---- the polynomials of the papers (with the sign of GDM's last term corrected)
 
 
-@pytest.mark.parametrize("D", [1, 2, 5, 12])
-@pytest.mark.parametrize("m", [0.0, 0.6, 0.95])
+@pytest.mark.parametrize("D, m", [(1, 0.6), (2, 0.0), (12, 0.95)])
 def test_pipelined_backpropagations_polynomials(D: int, m: float) -> None:
     k, T, a, b = 0.3, 3.5, 0.7, 1.3
-    assert_same_roots(
-        expand_at_step(make_delayed_sgd(D, m), k),
-        make_polynomial((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k)),
-    )
+    plain = make_polynomial((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k))
+    assert_roots(make_delayed_sgd(D, m), k, plain)
     gsc = make_polynomial((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (a + b)), (0, -k * m * b))
-    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, (a, b)), k), gsc)
+    assert_roots(make_delayed_sgd(D, m, (a, b)), k, gsc)
     lwp = make_polynomial((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (1 + T)), (0, -k * T))
-    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, horizon=T), k), lwp)
+    assert_roots(make_delayed_sgd(D, m, horizon=T), k, lwp)
     both = make_polynomial(
         (D + 3, 1), (D + 2, -(1 + m)), (D + 1, m), (2, k * (a + b) * (T + 1)),
         (1, -k * ((T + 1) * m * b + T * (a + b))), (0, k * T * m * b),
     )  # fmt: skip
-    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, (a, b), T), k), both)
-    velocity = np.polyadd(
-        np.polymul([1, -1], np.polyadd([1, -m] + [0] * D, [k * T])), [k * (a + b), -k * b * m]
-    )
-    assert_same_roots(
-        expand_at_step(make_delayed_sgd(D, m, (a, b), T, by_velocity=True), k), list(velocity)
-    )
+    assert_roots(make_delayed_sgd(D, m, (a, b), T), k, both)
+    inner = np.polyadd([1, -m] + [0] * D, [k * T])
+    velocity = np.polyadd(np.polymul([1, -1], inner), [k * (a + b), -k * b * m])
+    assert_roots(make_delayed_sgd(D, m, (a, b), T, by_velocity=True), k, velocity)
 
 
-@pytest.mark.parametrize("D", [1, 4, 12])
-@pytest.mark.parametrize("m", [0.3, 0.9])
+@pytest.mark.parametrize("D, m", [(1, 0.9), (4, 0.3), (12, 0.9)])
 def test_on_a_quadratic_spike_compensation_is_weight_prediction(D: int, m: float) -> None:
     """Check equations 44 to 47 of Kosson et al. 2021."""
-    a, b = compute_spike_coefficients(m, D)
-    predicted = expand_at_step(make_delayed_sgd(D, m, horizon=m * (1 - m**D) / (1 - m)), 0.3)
-    assert_same_roots(expand_at_step(make_delayed_sgd(D, m, (a, b)), 0.3), predicted)
     T = 3.5
-    spike = make_delayed_sgd(D, m, (1 - (1 - m) / m * T, T / m))
-    assert_same_roots(
-        expand_at_step(spike, 0.3), expand_at_step(make_delayed_sgd(D, m, horizon=T), 0.3)
-    )
+    for horizon, compensated in (
+        (m * (1 - m**D) / (1 - m), compute_spike_coefficients(m, D)),
+        (T, (1 - (1 - m) / m * T, T / m)),
+    ):
+        fixed, per_step = derive_loop_gain(make_delayed_sgd(D, m, compensated)).expand_polynomial()
+        assert_roots(make_delayed_sgd(D, m, horizon=horizon), 0.3, fixed + 0.3 * per_step)
 
 
 @pytest.mark.parametrize("forward, backward", [(1, 0), (6, 2), (10, 6), (10, 0)])
 def test_pipemares_polynomials(forward: int, backward: int) -> None:
     step, h, delta, phi, middle, g = 0.07, 1.5, 4.0, -2.0, (forward + backward) // 2, 0.8
     plain = make_polynomial((forward + 1, 1), (forward, -1), (0, step * h))
-    assert_same_roots(expand_at_step(make_delayed_sgd(forward, curvature=h), step), plain)
+    assert_roots(make_delayed_sgd(forward, curvature=h), step, plain)
     momentum = make_polynomial((forward + 1, 1), (forward, -1.9), (forward - 1, 0.9), (0, step * h))
-    assert_same_roots(
-        expand_at_step(make_pipemare(forward, backward, curvature=h, momentum=0.9), step), momentum
-    )
+    assert_roots(make_pipemare(forward, backward, curvature=h, momentum=0.9), step, momentum)
     gap = forward - backward
     with_gap = np.polyadd([1, -1] + [0] * forward, [step * (h + delta)])
     with_gap = np.polysub(with_gap, [step * delta] + [0] * gap)
-    assert_same_roots(
-        expand_at_step(make_pipemare(forward, backward, delta, curvature=h), step), list(with_gap)
-    )
+    assert_roots(make_pipemare(forward, backward, delta, curvature=h), step, with_gap)
 
     def make_correction(size: float, difference: int) -> Any:
         """Return -step size z^n (z - g) + step size z^n n (1 - g) (z - 1)."""
@@ -126,17 +114,12 @@ def test_pipemares_polynomials(forward: int, backward: int) -> None:
     start = np.polyadd(
         np.polymul(np.poly([1, g]), [1] + [0] * forward), step * (h + delta) * np.array([1, -g])
     )
-    assert_same_roots(
-        expand_at_step(make_pipemare(forward, backward, delta, g, curvature=h), step),
-        list(np.polyadd(start, make_correction(delta, gap))),
-    )
+    corrected = np.polyadd(start, make_correction(delta, gap))
+    assert_roots(make_pipemare(forward, backward, delta, g, curvature=h), step, corrected)
     split = np.polyadd(
         np.polyadd(start, make_correction(delta - phi, gap)), make_correction(phi, forward - middle)
     )
-    assert_same_roots(
-        expand_at_step(make_pipemare(forward, backward, delta, g, (middle, phi), h), step),
-        list(split),
-    )
+    assert_roots(make_pipemare(forward, backward, delta, g, (middle, phi), h), step, split)
 
 
 # ---- Lemmas 1 to 3 of PipeMare
@@ -157,22 +140,18 @@ def test_lemma_1_is_the_largest_stable_step(delay: int, curvature: float) -> Non
 def test_lemma_2_bounds_it_where_passes_read_different_weights(
     forward: int, discrepancy: float
 ) -> None:
-    for backward, curvature in itertools.product((0, forward // 2, 9 * forward // 10), (0.2, 30.0)):
-        largest = find_largest_stable_step(
-            derive_loop_gain(make_pipemare(forward, backward, discrepancy, curvature=curvature))
-        )
+    for backward, curvature in ((0, 0.2), (forward // 2, 30.0), (9 * forward // 10, 0.2)):
+        limit = find_limit(make_pipemare(forward, backward, discrepancy, curvature=curvature))
         plain = 2 / curvature * math.sin(math.pi / (4 * forward + 2))
-        assert 0 < largest <= min(2 / (discrepancy * (forward - backward)), plain)
+        assert 0 < limit <= min(2 / (discrepancy * (forward - backward)), plain)
 
 
 @pytest.mark.parametrize("delay", DELAYS[1:])
-@pytest.mark.parametrize("momentum", MOMENTA[1:])
+@pytest.mark.parametrize("momentum", [0.1, 0.9, 0.999])
 def test_lemma_3_bounds_it_with_momentum(delay: int, momentum: float) -> None:
-    for curvature in (0.2, 1.0, 30.0):
-        largest = find_largest_stable_step(
-            derive_loop_gain(make_delayed_sgd(delay, momentum, curvature=curvature))
-        )
-        assert 0 < largest <= 4 / curvature * math.sin(math.pi / (4 * delay + 2))
+    for curvature in (0.2, 30.0):
+        limit = find_limit(make_delayed_sgd(delay, momentum, curvature=curvature))
+        assert 0 < limit <= 4 / curvature * math.sin(math.pi / (4 * delay + 2))
 
 
 # ---- root radii, stable steps and the recurrences agree
@@ -207,17 +186,23 @@ def draw_recurrence(rng: np.random.Generator) -> Recurrence:
     )
 
 
-def test_stable_steps_have_all_roots_inside_the_unit_circle() -> None:
+def test_steps_within_a_circle_have_all_roots_inside_it() -> None:
+    """The stable steps are those within the unit circle, and end on it."""
     rng = np.random.default_rng(1)
-    for _ in range(150):
+    radii = np.array([0.6, 0.83, 0.97, 0.9991])
+    inside_count = 0
+    for _ in range(100):
         loop = derive_loop_gain(draw_recurrence(rng))
         stable_steps = find_stable_steps(loop)
         steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
         radius = compute_root_radius(loop, steps)
-        inside = np.array([any(low < step < high for low, high in stable_steps) for step in steps])
-        assert ((radius < 1) == inside)[np.abs(radius - 1) > 1e-9].all()
+        for circle, result in zip([*radii, 1], [*find_steps_within(loop, radii), stable_steps]):
+            inside = np.array([any(low < step < high for low, high in result) for step in steps])
+            assert ((radius < circle) == inside)[np.abs(radius - circle) > 1e-9].all()
+            inside_count += inside.sum()
         ends = [end for interval in stable_steps for end in interval if 0 < end < np.inf]
         assert compute_root_radius(loop, np.array(ends)) == pytest.approx([1] * len(ends), abs=1e-6)
+    assert inside_count > 300
 
 
 def measure_growth(path: np.ndarray, window: int) -> np.ndarray:
@@ -226,10 +211,8 @@ def measure_growth(path: np.ndarray, window: int) -> np.ndarray:
     It is nearly the root radius; infinity where w overflowed, 0 where it vanished.
     """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        last, previous = (
-            np.abs(path[-window:]).max(axis=0),
-            np.abs(path[-2 * window : -window]).max(axis=0),
-        )
+        last = np.abs(path[-window:]).max(axis=0)
+        previous = np.abs(path[-2 * window : -window]).max(axis=0)
         factor = (last / previous) ** (1 / window)
     return np.where(np.isfinite(last), np.where(previous > 0, factor, 0.0), np.inf)
 
@@ -241,32 +224,6 @@ def test_stability_need_not_be_monotone() -> None:
     (zero, first), (second, last) = find_stable_steps(loop)
     assert (zero, first, second, last) == pytest.approx((0, 0.1556, 0.4271, 1.439), rel=1e-3)
     assert find_largest_stable_step(loop) == first
-    steps = np.array(
-        [first * 0.99, first * 1.01, second * 0.99, second * 1.01, last * 0.99, last * 1.01]
-    )
-    assert (compute_root_radius(loop, steps) < 1).tolist() == [
-        True,
-        False,
-        False,
-        True,
-        True,
-        False,
-    ]
-
-
-def test_steps_within_a_smaller_circle_have_all_roots_inside_it() -> None:
-    rng = np.random.default_rng(2)
-    radii = np.array([0.6, 0.83, 0.97, 0.9991])
-    inside_count = 0
-    for _ in range(80):
-        loop = derive_loop_gain(draw_recurrence(rng))
-        steps = np.exp(rng.uniform(np.log(1e-4), np.log(6), 25))
-        radius = compute_root_radius(loop, steps)
-        for circle, result in zip(radii, find_steps_within(loop, radii)):
-            inside = np.array([any(low < step < high for low, high in result) for step in steps])
-            assert ((radius < circle) == inside)[np.abs(radius - circle) > 1e-9].all()
-            inside_count += inside.sum()
-    assert inside_count > 300
 
 
 def test_simulated_recurrences_grow_as_their_roots_predict() -> None:
@@ -285,57 +242,7 @@ def test_simulated_recurrences_grow_as_their_roots_predict() -> None:
     assert clear_count > 500
 
 
-@pytest.mark.parametrize("delays, shares, rates", [
-    ([3, 1, 0], [0.2, 0.5, 0.3], [1.0, 1.0, 1.0]),
-    ([8, 6, 4, 2, 0], [0.1, 0.1, 0.5, 0.2, 0.1], [1 / 8, 1 / 6, 1 / 4, 1 / 2, 1.0]),
-])  # fmt: skip
-@pytest.mark.parametrize("horizon", [0.0, 1.0])
-def test_stages_that_share_a_direction(
-    delays: List[int], shares: List[float], rates: List[float], horizon: float
-) -> None:
-    """Compare the recurrence with a quadratic of one direction v, each of whose dimensions has
-    its own delay and rate."""
-    m, compensated = (
-        0.8,
-        [compute_spike_coefficients(0.8, delay) if horizon else (1.0, 0.0) for delay in delays],
-    )
-    stages = [
-        Recurrence((DelayedRead(2.0, d, horizon * d),), m, a, b, share=share, rate=rate)
-        for d, (a, b), share, rate in zip(delays, compensated, shares, rates)
-    ]
-    largest = find_largest_stable_step(derive_loop_gain(*stages))
-    v = np.sqrt(shares)
-    for factor, grows in ((0.97, False), (1.03, True)):
-        w, velocity, step = [v, v], np.zeros(len(v)), factor * largest
-        for _ in range(4000):
-            read_weights = np.array([
-                (1 + horizon * d) * w[max(-1 - d, -len(w))][i] - horizon * d * w[max(-2 - d, -len(w))][i]
-                for i, d in enumerate(delays)
-            ])  # fmt: skip
-            gradient = 2.0 * v * (v @ read_weights)
-            velocity = m * velocity + gradient
-            a, b = np.array(compensated).T
-            w.append(w[-1] - step * np.array(rates) * (a * velocity + b * gradient))
-        sums = np.array(w[1:]) @ v
-        assert (np.abs(sums[-300:]).max() > 1) == grows
-        ours = simulate(*stages, steps=step, updates=200)
-        assert ours == pytest.approx(sums[:201], rel=1e-9, abs=1e-12)
-
-
 # ---- equivalent rules
-
-
-def test_compensation_answers_a_late_gradient_as_if_it_had_come_in_time() -> None:
-    m, D = 0.8, 5
-    delayed, undelayed = (
-        compute_impulse_response(make_delayed_sgd(delay, m), 30) for delay in (D, 0)
-    )
-    compensated = compute_impulse_response(
-        make_delayed_sgd(D, m, compute_spike_coefficients(m, D)), 30
-    )
-    assert (delayed[D:] == undelayed[:-D]).all() and not delayed[:D].any()
-    assert compensated[D + 1 :] == pytest.approx(undelayed[D + 1 :]) and not compensated[:D].any()
-    assert compensated[D] == pytest.approx(undelayed[: D + 1].sum())
 
 
 def test_the_decay_of_t2() -> None:
@@ -343,31 +250,20 @@ def test_the_decay_of_t2() -> None:
     assert compute_discrepancy_decay(None, 400) ** 400 == pytest.approx(math.exp(-2), rel=0.01)
 
 
-def find_limit(forward: int, backward: int, discrepancy: float, decay: Optional[float]) -> float:
-    recurrence = make_pipemare(forward, backward, discrepancy, decay)
-    return find_largest_stable_step(derive_loop_gain(recurrence))
-
-
 def test_t2_as_printed_shrinks_the_stable_range_that_t2_as_trained_enlarges() -> None:
-    """Delays 40 and 39, Delta 100. The simulated weights grow above each limit alone."""
-    decay = compute_discrepancy_decay(None, 1)
-    trained = make_pipemare(40, 39, 100.0, decay)
+    """Delays 40 and 39, Delta 100."""
+    trained = make_pipemare(40, 39, 100.0, compute_discrepancy_decay(None, 1))
     recurrences = (make_pipemare(40, 39, 100.0), read_newest_delta(trained), trained)
-    limits = [find_largest_stable_step(derive_loop_gain(one)) for one in recurrences]
+    limits = [find_limit(one) for one in recurrences]
     assert limits == pytest.approx([0.008257, 0.004988, 0.038783], rel=1e-3)
-    for recurrence, limit in zip(recurrences, limits):
-        path = np.abs(simulate(recurrence, steps=[0.98 * limit, 1.02 * limit], updates=6000))
-        early = path[1000:2000].max(axis=0)
-        late = path[5000:].max(axis=0)
-        assert late[0] < early[0] and late[1] > early[1]
 
 
 def test_t2_enlarges_the_stable_range_in_all_sampled_settings() -> None:
     """PipeMare's B.4 claims it for all Delta > 0 and all forward delays up to 40; the least gain of
     these 78 is 1.3 %."""
     gains = [
-        find_limit(forward, backward, discrepancy, decay)
-        / find_limit(forward, backward, discrepancy, None)
+        find_limit(make_pipemare(forward, backward, discrepancy, decay))
+        / find_limit(make_pipemare(forward, backward, discrepancy))
         for forward in (1, 2, 3, 5, 8, 13, 20, 40)
         for backward in {0, 1, forward // 2, forward - 1} - {forward}
         for decay in [compute_discrepancy_decay(None, forward - backward)]
@@ -382,35 +278,23 @@ def test_t2_enlarges_the_stable_range_in_all_sampled_settings() -> None:
 def test_half_lives_without_delay_are_those_of_the_best_heavy_ball() -> None:
     """The best momentum is ((sqrt(kappa) - 1) / (sqrt(kappa) + 1))^2, and the root radius its
     square root."""
-    condition = 1e3
-    root = (math.sqrt(condition) - 1) / (math.sqrt(condition) + 1)
-    life, momentum = find_best_momentum(
-        lambda m: derive_loop_gain(make_delayed_sgd(0, m)), condition
-    )
+    root = (math.sqrt(1e3) - 1) / (math.sqrt(1e3) + 1)
+    life, momentum = find_best_momentum(lambda m: derive_loop_gain(make_delayed_sgd(0, m)), 1e3)
     assert life == pytest.approx(compute_half_life(np.array(root)), rel=0.05)
     assert 1 - momentum == pytest.approx(1 - root**2, rel=0.1)
-    exact = compute_half_life(np.array((condition - 1) / (condition + 1)))
-    assert find_least_half_life(derive_loop_gain(make_delayed_sgd(0)), condition) == pytest.approx(
-        exact, rel=1e-3
-    )
 
 
 def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
     """Search a grid of rates, with all roots by eigenvalues."""
-    for one in (
-        make_delayed_sgd(3, 0.5),
-        make_delayed_sgd(2, 0.7, compute_spike_coefficients(0.7, 2), 2.0),
-        make_delayed_sgd(4, 0.3, horizon=8.0),
-    ):
+    compensated = make_delayed_sgd(2, 0.7, compute_spike_coefficients(0.7, 2), 2.0)
+    for one in (compensated, make_delayed_sgd(4, 0.3, horizon=8.0)):
         loop, condition = derive_loop_gain(one), 50.0
         radius = compute_root_radius(loop, np.geomspace(1e-4, 4, 3001))
         width = round(math.log(condition) / math.log(4e4) * 3000)
         worst = np.lib.stride_tricks.sliding_window_view(radius, width + 1).max(axis=1).min()
-        assert find_least_half_life(loop, condition) == pytest.approx(
-            compute_half_life(worst), rel=0.02
-        )
-        ladder = find_least_half_lives(loop, np.array([condition]))[0]
-        assert 1 <= ladder / find_least_half_life(loop, condition) < 1.17
+        life = find_least_half_life(loop, condition)
+        assert life == pytest.approx(compute_half_life(worst), rel=0.02)
+        assert 1 <= find_least_half_lives(loop, np.array([condition]))[0] / life < 1.17
         below, above = find_widest_ranges(loop, worst ** np.array([1.05, 0.95]))
         assert below < condition < above
 
@@ -418,12 +302,26 @@ def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
 # ---- bounds
 
 
-def make_quadratic(seed: int) -> Tuple[Any, Any, float]:
-    """Return (batches' matrices (b, d, d), their optima, L) of f = mean over b of (x - c_b)' A_b (x - c_b) / 2."""
+class Quadratic(NamedTuple):
+    """f = mean over b of (x - c_b)' A_b (x - c_b) / 2; its gradient is (mean x - offset)."""
+
+    matrices: Any
+    centres: Any
+    mean: Any
+    offset: Any
+    least: Any
+    L: float
+
+
+def make_quadratic(seed: int) -> Quadratic:
+    """Draw five matrices and their optima."""
     rng = np.random.default_rng(seed)
     roots = rng.normal(size=(5, 6, 6))
-    matrices = roots @ roots.transpose(0, 2, 1) / 6
-    return matrices, rng.normal(size=(5, 6)), float(np.linalg.eigvalsh(matrices.mean(axis=0)).max())
+    A = roots @ roots.transpose(0, 2, 1) / 6
+    centres = rng.normal(size=(5, 6))
+    mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
+    greatest = float(np.linalg.eigvalsh(mean).max())
+    return Quadratic(A, centres, mean, offset, np.linalg.solve(mean, offset), greatest)
 
 
 class BlockRuns(NamedTuple):
@@ -438,12 +336,9 @@ class BlockRuns(NamedTuple):
 
 def run_algorithm_1(lr: float, blocks: int, updates: int, seeds: int = 6) -> BlockRuns:
     """Run RPD by its definition on the quadratic of seed 0; losses are above the least one."""
-    A, centres, _ = make_quadratic(0)
-    mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
-    least = np.linalg.solve(mean, offset)
+    A, centres, mean, offset, least, _ = make_quadratic(0)
     delay, size = compute_greatest_delay(blocks), 6 // blocks
-    losses = np.zeros((seeds, updates))
-    squares = np.zeros((seeds, updates))
+    losses, squares = np.zeros((2, seeds, updates))
     largest = 0.0
     for seed in range(seeds):
         rng, path = np.random.default_rng(seed), [np.zeros(6)]
@@ -466,24 +361,22 @@ def run_algorithm_1(lr: float, blocks: int, updates: int, seeds: int = 6) -> Blo
 
 def test_rpd_stays_below_its_bound() -> None:
     """Run Algorithm 1 on a quadratic, and take the bound with the block gradients of the run."""
-    L, blocks, updates = make_quadratic(0)[2], 3, 400
-    assert compute_greatest_delay(blocks) == 7
+    L, blocks, updates = make_quadratic(0).L, 3, 400
     for lr in (0.3 / L, 0.03 / L):
         runs = run_algorithm_1(lr, blocks, updates)
-        bound = bound_rpd(lr, updates, blocks, 7, runs.gap, L, runs.largest)
-        assert runs.squares.mean() < bound.total
-        assert bound.total == pytest.approx(sum(bound[:3]))
+        assert (
+            runs.squares.mean() < bound_rpd(lr, updates, blocks, 7, runs.gap, L, runs.largest).total
+        )
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 6])
 def test_rpd_stays_below_theorem_h1(blocks: int) -> None:
-    """On a quadratic mu is the least eigenvalue. In 12 settings, with the block gradients of the
+    """On a quadratic mu is the least eigenvalue. In 6 settings, with the block gradients of the
     runs; without noise the bound is the loss at the start, and shrinks by 1 - lr mu / P."""
-    matrices, _, L = make_quadratic(0)
-    mu = float(np.linalg.eigvalsh(matrices.mean(axis=0)).min())
-    assert 0 < mu < L
+    quadratic = make_quadratic(0)
+    L, mu = quadratic.L, float(np.linalg.eigvalsh(quadratic.mean).min())
     delay = compute_greatest_delay(blocks)
-    for lr in (0.3 / L, 0.1 / L, 0.03 / L, 0.01 / L):
+    for lr in (0.3 / L, 0.01 / L):
         runs = run_algorithm_1(lr, blocks, 300)
         for k in (1, 100, 299):
             bound = bound_rpd_pl(lr, k, blocks, delay, runs.gap, L, runs.largest, mu)
@@ -493,9 +386,7 @@ def test_rpd_stays_below_theorem_h1(blocks: int) -> None:
 
 
 def test_local_sgd_stays_below_its_bound() -> None:
-    A, centres, L = make_quadratic(1)
-    mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
-    least = np.linalg.solve(mean, offset)
+    A, centres, mean, offset, least, L = make_quadratic(1)
     replicas, local, rounds, blocks = 4, 5, 40, 3
     lr = 0.1 / L
     norms, square, deviation = [], 0.0, 0.0
@@ -503,28 +394,17 @@ def test_local_sgd_stays_below_its_bound() -> None:
         rng, x = np.random.default_rng(seed), np.zeros((replicas, 6))
         for _ in range(rounds):
             for _ in range(local):
-                middle = x.mean(axis=0)
-                norms.append(float(np.sum((mean @ middle - offset) ** 2)))
+                norms.append(float(np.sum((mean @ x.mean(axis=0) - offset) ** 2)))
                 for r in range(replicas):
                     every = np.einsum("bij,bj->bi", A, x[r] - centres)
+                    away = every - every.mean(axis=0)
                     square = max(square, float((every**2).sum(axis=1).mean()))
-                    deviation = max(
-                        deviation, float(((every - every.mean(axis=0)) ** 2).sum(axis=1).mean())
-                    )
+                    deviation = max(deviation, float((away**2).sum(axis=1).mean()))
                     x[r] = x[r] - lr * every[rng.integers(len(A))]
             x[:] = x.mean(axis=0)
-    gap = float(offset @ least / 2)
-    bound = bound_local_sgd(
-        lr,
-        rounds * local * blocks * replicas,
-        blocks,
-        replicas,
-        local,
-        gap,
-        L,
-        math.sqrt(square),
-        math.sqrt(deviation),
-    )
+    passes, gap = rounds * local * blocks * replicas, float(offset @ least / 2)
+    sizes = (math.sqrt(square), math.sqrt(deviation))
+    bound = bound_local_sgd(lr, passes, blocks, replicas, local, gap, L, *sizes)
     assert np.mean(norms) < bound.total
 
 
@@ -532,6 +412,7 @@ def test_bounds_have_their_parts() -> None:
     """Compare with values computed by hand for lr 1/2, K 100, P 4, gap 3, L 2, G 5."""
     bound = bound_rpd(0.5, 100, 4, 14, 3.0, 2.0, 5.0)
     assert bound == (2 * 4 * 3 / 50, 0.5 * 4 * 2 * 25, 0.25 * 4 * 196 * 25)
+    assert bound.total == pytest.approx(sum(bound[:3]))
     local = bound_local_sgd(0.5, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5)
     assert local == (2 * 3 / (0.5 * 100), 0.5 * 2 * 2.25 / 4, 4 * 0.25 * 25 * 25 * 4)
     assert math.isnan(bound_local_sgd(0.51, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5).total)

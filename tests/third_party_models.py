@@ -13,6 +13,20 @@ from tests.third_party import transformers
 from tests.vision_libraries import timm, torchvision
 
 CLASSES, WORDS, LENGTH = 5, 50, 8
+_SIZES: Dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+_IMAGE: Dict[str, Any] = {
+    "img_size": 16,
+    "patch_size": 8,
+    "embed_dim": 16,
+    "depth": 4,
+    "num_heads": 2,
+    "num_classes": CLASSES,
+}
 
 
 class LogitsModel(nn.Module):
@@ -55,27 +69,13 @@ def make_timm_resnet() -> nn.Module:
 
 def make_timm_vit() -> nn.Module:
     """Return a ViT with stochastic depth."""
-    return timm.models.VisionTransformer(  # type: ignore[no-any-return]
-        img_size=16,
-        patch_size=8,
-        embed_dim=16,
-        depth=4,
-        num_heads=2,
-        num_classes=CLASSES,
-        drop_path_rate=0.2,
-    )
+    return timm.models.VisionTransformer(**_IMAGE, drop_path_rate=0.2)  # type: ignore[no-any-return]
 
 
 def make_timm_swin() -> nn.Module:
     return timm.models.SwinTransformer(  # type: ignore[no-any-return]
-        img_size=16,
-        patch_size=2,
-        embed_dim=8,
-        depths=(2, 2),
-        num_heads=(1, 2),
-        window_size=4,
-        num_classes=CLASSES,
-    )
+        img_size=16, patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(1, 2), window_size=4, num_classes=CLASSES
+    )  # fmt: skip
 
 
 def make_timm_convnext() -> nn.Module:
@@ -87,52 +87,29 @@ def make_timm_convnext() -> nn.Module:
 def make_convnext() -> nn.Module:
     """Return a ConvNeXt: the memory layout of its gradients differs from that of its
     activations."""
-    blocks = [
-        torchvision.models.convnext.CNBlockConfig(8, 16, 2),
-        torchvision.models.convnext.CNBlockConfig(16, None, 2),
-    ]
-    return torchvision.models.ConvNeXt(blocks, num_classes=CLASSES)  # type: ignore[no-any-return]
+    make = torchvision.models.convnext.CNBlockConfig
+    return torchvision.models.ConvNeXt([make(8, 16, 2), make(16, None, 2)], num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
 def make_timm_cait() -> nn.Module:
-    sizes: Any = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2}
-    return timm.models.Cait(**sizes, num_classes=CLASSES)  # type: ignore[attr-defined,no-any-return]
+    return timm.models.Cait(**_IMAGE)  # type: ignore[attr-defined,no-any-return]
 
 
 def make_mixtral() -> nn.Module:
     """Return a Mixtral, whose experts keep their weights in one tensor."""
-    sizes: Any = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-    }
     experts: Any = {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.MixtralConfig(**sizes, **experts, vocab_size=WORDS, use_cache=False)
+    config = transformers.MixtralConfig(**_SIZES, **experts, vocab_size=WORDS, use_cache=False)
     return LogitsModel(transformers.MixtralForCausalLM(config))
 
 
 def make_hf_vit() -> nn.Module:
-    sizes: Any = {
-        "hidden_size": 16,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    sizes["num_labels"] = CLASSES
-    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
+    config = transformers.ViTConfig(**_SIZES, num_labels=CLASSES, image_size=16, patch_size=8)
     return LogitsModel(transformers.ViTForImageClassification(config))
 
 
 def make_bert() -> nn.Module:
-    sizes: Any = {
-        "hidden_size": 16,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    sizes["num_labels"] = CLASSES
-    config = transformers.BertConfig(**sizes, vocab_size=WORDS, max_position_embeddings=16)
+    words: Any = {"vocab_size": WORDS, "max_position_embeddings": 16}
+    config = transformers.BertConfig(**_SIZES, **words, num_labels=CLASSES)
     return LogitsModel(transformers.BertForSequenceClassification(config))
 
 
@@ -148,15 +125,8 @@ def make_gpt2(**settings: Any) -> nn.Module:
 
 def make_llama() -> nn.Module:
     """Return a Llama whose embedding and head are separate weights."""
-    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(
-        **sizes,
-        vocab_size=WORDS,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    words: Any = {"vocab_size": WORDS, "max_position_embeddings": 16, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(**_SIZES, **words, use_cache=False)
     return LogitsModel(transformers.LlamaForCausalLM(config))
 
 

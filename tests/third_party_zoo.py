@@ -111,11 +111,6 @@ def _make_vision_convnext() -> nn.Module:
     return torchvision.models.ConvNeXt(blocks, 0.1, num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
-def _make_vision_resnet(**args: Any) -> ZooModel:
-    block = torchvision.models.resnet.Bottleneck
-    return ZooModel(lambda: torchvision.models.ResNet(block, [1, 1, 1, 1], CLASSES, **args))
-
-
 def _make_vision_swin(version: str) -> nn.Module:
     swin: Any = torchvision.models.swin_transformer
     others = (
@@ -136,24 +131,14 @@ TORCHVISION: Dict[str, ZooModel] = {
         lambda: torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)
     ),
     "efficientnet_b0": _make_vision_row("efficientnet_b0"),
-    "efficientnet_v2_s": _make_vision_row("efficientnet_v2_s"),
     "googlenet": _make_vision_row("googlenet", init_weights=False),
-    "inception_v3": _make_vision_row("inception_v3", 80, init_weights=False, aux_logits=False),
     "maxvit": ZooModel(
         lambda: torchvision.models.MaxVit(
             (32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1, num_classes=CLASSES
         )
     ),
-    "mnasnet0_5": _make_vision_row("mnasnet0_5"),
     "mobilenet_v2": _make_vision_row("mobilenet_v2", width_mult=0.25),
-    "mobilenet_v3_small": _make_vision_row("mobilenet_v3_small"),
-    "regnet_x_400mf": _make_vision_row("regnet_x_400mf"),
-    "regnet_y_400mf": _make_vision_row("regnet_y_400mf"),
     "resnet18": _make_vision_row("resnet18"),
-    "resnet34": _make_vision_row("resnet34"),
-    "resnet50": _make_vision_resnet(),
-    "resnext": _make_vision_resnet(groups=4, width_per_group=8),
-    "shufflenet_v2_x0_5": _make_vision_row("shufflenet_v2_x0_5"),
     "squeezenet1_1": _make_vision_row("squeezenet1_1"),
     "swin": ZooModel(lambda: _make_vision_swin("1")),
     "swin_v2": ZooModel(lambda: _make_vision_swin("2")),
@@ -162,7 +147,6 @@ TORCHVISION: Dict[str, ZooModel] = {
     "vit": ZooModel(
         lambda: torchvision.models.VisionTransformer(32, 8, 4, 2, 16, 32, 0.1, 0.1, CLASSES)
     ),
-    "wide_resnet": _make_vision_resnet(width_per_group=128),
 }
 
 # ---- timm
@@ -216,49 +200,21 @@ TIMM: Dict[str, ZooModel] = {
     "convnext": _make_timm_row("test_convnext", drop_path_rate=0.1),
     "crossvit": _make_timm_row("crossvit_9_240", 48, img_size=48, img_scale=(1.0, 1.0), patch_size=(12, 16), embed_dim=(16, 32),
                       num_heads=(2, 2)),
-    "davit": _make_timm_row("davit_tiny", embed_dims=(8, 16, 16, 32), num_heads=(1, 2, 2, 2), **_FOUR),
     "deit_distilled": _make_timm_row("deit_tiny_distilled_patch16_224", **_VIT),
     "densenet": _make_timm_row("densenet121", growth_rate=8, block_config=(2, 2)),
-    "dpn48b": _make_timm_row("dpn48b"),
-    "edgenext": _make_timm_row("edgenext_xx_small"),
-    "efficientformer": _make_timm_row("efficientformer_l1", 224),
     "efficientnet": _make_timm_row("test_efficientnet", drop_rate=0.1),
     "eva02": _make_timm_row("eva02_tiny_patch14_224", **_VIT),
-    "fastvit": _make_timm_row("fastvit_t8", 64, embed_dims=(8, 16, 16, 32), layers=(1, 1, 1, 1)),
     "focalnet": ZooModel(lambda: timm.models.FocalNet(embed_dim=8, **_FOUR, num_classes=CLASSES)),
-    "ghostnet": _make_timm_row("ghostnet_050"),
     "gmixer": _make_mixer("GluMlp", mlp_ratio=(1.0, 4.0)),
     "hrnet": _make_timm_row("hrnet_w18_small"),
-    "inception_next": _make_timm_row("inception_next_tiny", dims=(16, 16, 16, 32), depths=(1, 1, 1, 1)),
-    "lcnet": _make_timm_row("lcnet_035"),
-    "levit": _make_timm_row("levit_128s", 224),
-    "mambaout": _make_timm_row("test_mambaout"),
-    "maxvit": _make_timm_row("test_maxvit", 32, img_size=32),
-    "mixer": _make_mixer("Mlp"),
-    "mobilenetv4": _make_timm_row("mobilenetv4_conv_small_035"),
-    "mobilevit": _make_timm_row("mobilevit_xxs"),
     "nfnet": _make_timm_row("test_nfnet"),
-    "pit": _make_timm_row("pit_ti_224", 64, img_size=64, patch_size=8, stride=8, base_dims=(8, 8, 8), depth=(1, 1, 1),
-                 heads=(1, 2, 2)),
     "poolformer": ZooModel(lambda: timm.models.MetaFormer(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32), num_classes=CLASSES)),
-    "pvt_v2": _make_timm_row("pvt_v2_b0", embed_dims=(8, 16, 20, 32), **_FOUR),
-    "regnet": _make_timm_row("regnetz_005"),
-    "repvgg": _make_timm_row("repvgg_a0"),
     "resmlp": ZooModel(_make_resmlp),
-    "resnest": _make_timm_row("resnest14d"),
     "resnet": _make_timm_row("test_resnet", drop_path_rate=0.1),
-    "rexnet": _make_timm_row("rexnetr_100"),
     "sequencer2d": _make_timm_row("sequencer2d_s", 32, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16,) * 4,
                          hidden_sizes=(4,) * 4, patch_sizes=(4, 2, 1, 1)),
     "swin": _make_timm_row("swin_tiny_patch4_window7_224", **_SWIN),
     "swinv2": _make_timm_row("swinv2_tiny_window8_256", **_SWIN),
-    "tnt": _make_timm_row("tnt_s_patch16_224", 32, img_size=32, embed_dim=16, inner_dim=8, depth=2, num_heads_outer=2),
-    "tresnet": _make_timm_row("tresnet_m"),
-    "twins": _make_timm_row("twins_pcpvt_small", 64, img_size=64, embed_dims=(8, 16, 20, 32), **_FOUR),
-    "visformer": _make_timm_row("visformer_tiny", 64, img_size=64, embed_dim=24, depth=(1, 1, 1), init_channels=8, num_heads=2),
-    "vit": _make_timm_row("test_vit", 32, img_size=32, patch_size=8, drop_path_rate=0.1),
-    "volo": ZooModel(lambda: timm.models.VOLO([1] * 4, 64, num_classes=CLASSES, embed_dims=[16] * 4, num_heads=[2] * 4), size=64),
-    "xception41": _make_timm_row("xception41", 64),
     "xcit": _make_timm_row("xcit_nano_12_p16_224", 32, img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2),
 }  # fmt: skip
 
@@ -370,13 +326,10 @@ TRANSFORMERS: Dict[str, ZooModel] = {
     "mixtral_router": _make_causal_row("Mixtral", config=_MOE, output_router_logits=True)._replace(
         output=take_scores_and_router_loss, loss=add_router_loss
     ),
-    "mobilebert": _make_text_row("MobileBert", config=_BERT, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
-    "mpnet": _make_text_row("MPNet", config=_BERT),
     "olmo2": _make_causal_row("Olmo2", config=_LLAMA),
     "opt": _make_causal_row("OPT", config=_TOKENS, vocab_size=WORDS, hidden_size=16, word_embed_proj_dim=16, num_hidden_layers=4,
                    num_attention_heads=2, ffn_dim=32, max_position_embeddings=16),
     "phi": _make_causal_row("Phi", config=_LLAMA),
-    "qwen2": _make_causal_row("Qwen2", config=_LLAMA),
     "qwen3": _make_causal_row("Qwen3", config=_LLAMA, **_HEAD),
     "qwen3_moe": _make_causal_row("Qwen3Moe", config=_MOE, **_HEAD),
     "qwen3_next": _make_causal_row("Qwen3Next", config=_MOE, **_HEAD, shared_expert_intermediate_size=16,

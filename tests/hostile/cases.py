@@ -101,19 +101,9 @@ def damage_bytes(content: bytes, rng: random.Random) -> bytes:
         end = min(len(content), at + rng.choice([1, 10, 100, 1000]))
         return content[:end] + content[at:end] * rng.choice([1, 2, 50]) + content[end:]
     if how == 4:
-        junk = rng.choice(
-            [
-                b"\0",
-                b"\xff\xfe",
-                b"\xed\xa0\x80",
-                b"\n",
-                b"\t",
-                b"\x1b[2J",
-                b"9" * 5000,
-                b"[" * 600,
-                b"{" * 600,
-            ]
-        )
+        junk = rng.choice([
+            b"\0", b"\xff\xfe", b"\xed\xa0\x80", b"\n", b"\t", b"\x1b[2J", b"9" * 5000, b"[" * 600, b"{" * 600,
+        ])  # fmt: skip
         return content[:at] + junk + content[at:]
     if how == 5:
         return b""

@@ -45,16 +45,19 @@ def make_resume_case(folder: Path, bases: Bases, mutation: str) -> Case:
 
 
 def list_places(content: Any, above: Tuple[Any, ...] = ()) -> List[Tuple[Any, ...]]:
-    items = (
-        content.items()
-        if isinstance(content, dict)
-        else enumerate(content)
-        if isinstance(content, list)
-        else ()
-    )
-    return [
-        place for key, item in items for place in ((*above, key), *list_places(item, (*above, key)))
-    ]
+    items: Any = content.items() if isinstance(content, dict) else ()
+    if isinstance(content, list):
+        items = enumerate(content)
+    places = []
+    for key, item in items:
+        places += [(*above, key), *list_places(item, (*above, key))]
+    return places
+
+
+def list_checkpoints(run: Path) -> List[Path]:
+    """Return the checkpoints of a run, the newest last."""
+    folders = (run / "checkpoints").glob("step-*")
+    return sorted(folders, key=lambda path: int(path.name.split("-")[1]))
 
 
 def _change_json(path: Path, rng: random.Random) -> str:
@@ -81,10 +84,7 @@ def _change_json(path: Path, rng: random.Random) -> str:
 def make_checkpoint_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Make a case that resumes or evaluates a damaged checkpoint."""
     shutil.copytree(bases.run, folder / "run")
-    checkpoints = sorted(
-        (folder / "run" / "checkpoints").glob("step-*"),
-        key=lambda path: int(path.name.split("-")[1]),
-    )
+    checkpoints = list_checkpoints(folder / "run")
     newest = checkpoints[-1]
     files = sorted(path for path in newest.iterdir() if path.is_file())
     mutations = []
@@ -104,11 +104,8 @@ def make_checkpoint_case(rng: random.Random, folder: Path, bases: Bases) -> Case
             shutil.copyfile(other, file)
             mutations.append(f"{file.name} of {other.parent.name}")
         elif how < 0.65:
-            newest = newest.rename(
-                newest.with_name(
-                    rng.choice(["step-5", "step-4000000000", "step-0", "step-04", "step-x"])
-                )
-            )
+            names = ["step-5", "step-4000000000", "step-0", "step-04", "step-x"]
+            newest = newest.rename(newest.with_name(rng.choice(names)))
             mutations.append(f"called {newest.name}")
             break
         else:
@@ -120,16 +117,9 @@ def make_checkpoint_case(rng: random.Random, folder: Path, bases: Bases) -> Case
 
         def find_evaluation_difference(text: str) -> Optional[str]:
             figures = json.loads(text)
-            return (
-                None
-                if all(figures[key] == known[key] for key in keys)
-                else f"evaluated as {figures}, was {known}"
-            )
+            is_same = all(figures[key] == known[key] for key in keys)
+            return None if is_same else f"evaluated as {figures}, was {known}"
 
-        return Case(
-            "train",
-            ["run/config.yaml", "--evaluate", f"run/checkpoints/{newest.name}"],
-            mutation,
-            find_evaluation_difference,
-        )
+        argv = ["run/config.yaml", "--evaluate", f"run/checkpoints/{newest.name}"]
+        return Case("train", argv, mutation, find_evaluation_difference)
     return make_resume_case(folder, bases, mutation)

@@ -28,9 +28,15 @@ def _draw_override(rng: random.Random) -> str:
         return draw_word(rng)
     key = ".".join(rng.choice(HARMLESS))
     if how < 0.2:
-        key = rng.choice(
-            ["a." * 3000 + "a", key + ".x", "." + key, key + ".", key.upper(), os.fsdecode(b"\xff")]
-        )
+        odd = [
+            "a." * 3000 + "a",
+            f"{key}.x",
+            f".{key}",
+            f"{key}.",
+            key.upper(),
+            os.fsdecode(b"\xff"),
+        ]
+        key = rng.choice(odd)
     text = rng.choice(SNIPPETS).partition(": ")[2] if how < 0.4 else draw_word(rng)
     return f"{key}={text}".replace("\0", "")
 
@@ -44,16 +50,14 @@ def make_command_line_case(rng: random.Random, folder: Path, bases: Bases) -> Ca
         ]  # fmt: skip
         for _ in range(rng.choice([0, 1, 2])):
             argv.append(rng.choice(SCHEDULE))
-            argv += [
-                rng.choice(["1", "2", "4", "json", "csv", "0:4", "true", draw_word(rng)])
-                for _ in range(rng.choice([0, 1, 1]))
-            ]
+            for _ in range(rng.choice([0, 1, 1])):
+                argv.append(
+                    rng.choice(["1", "2", "4", "json", "csv", "0:4", "true", draw_word(rng)])
+                )
         return Case("schedule", argv, "an odd command line")
     (folder / "config.yaml").write_text(yaml.safe_dump(BASE, sort_keys=False))
-    words: List[str] = [
-        rng.choice(["config.yaml"] * 8 + ["", ".", "/dev/null", "gone.yaml", draw_word(rng)]),
-        "--dry-run",
-    ]
+    config = rng.choice(["config.yaml"] * 8 + ["", ".", "/dev/null", "gone.yaml", draw_word(rng)])
+    words: List[str] = [config, "--dry-run"]
     for _ in range(rng.choice([1, 1, 2, 3])):
         if rng.random() < 0.7:
             words += ["--set", *(_draw_override(rng) for _ in range(rng.choice([1, 1, 3])))]

@@ -24,6 +24,7 @@ from tests.hostile.cases import (
     draw_word,
     make_odd_output,
 )
+from tests.hostile.checkpoints import list_checkpoints
 from tests.hostile.configs import change_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -68,31 +69,22 @@ def _write_config(rng: random.Random, folder: Path) -> str:
     return ", ".join(mutations)
 
 
-def _draw_options(rng: random.Random, options: List[str]) -> List[str]:
+def _draw_options(rng: random.Random, options: str) -> List[str]:
     """Draw up to two of the options, with odd values."""
     argv = []
-    for option in rng.sample(options, rng.choice([0, 0, 0, 1, 1, 2])):
-        argv += [
-            option,
-            *(
-                rng.choice(["1", "2", "8", draw_word(rng), draw_word(rng)])
-                for _ in range(rng.choice([0, 1, 1, 1, 1]))
-            ),
-        ]
+    for option in rng.sample(options.split(), rng.choice([0, 0, 0, 1, 1, 2])):
+        argv.append(option)
+        for _ in range(rng.choice([0, 1, 1, 1, 1])):
+            argv.append(rng.choice(["1", "2", "8", draw_word(rng), draw_word(rng)]))
     return argv
 
 
 def make_plan_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Make a case of `plan`, mostly with a damaged config or damaged hardware."""
     mutation = [_write_config(rng, folder), _change_hardware(rng, folder / "hardware.yaml")]
-    argv = [
-        "config.yaml",
-        "--hardware",
-        rng.choice(["hardware.yaml"] * 12 + ["v100x8", "pod4", draw_word(rng)]),
-    ]
-    argv += _draw_options(
-        rng, ["--devices", "--memory", "--batch", "--top", "--precision", "--methods"]
-    )
+    hardware = rng.choice(["hardware.yaml"] * 12 + ["v100x8", "pod4", draw_word(rng)])
+    argv = ["config.yaml", "--hardware", hardware]
+    argv += _draw_options(rng, "--devices --memory --batch --top --precision --methods")
     if rng.random() < 0.3:
         argv += ["--write", make_odd_output(rng, folder, "planned.yaml"), "--overwrite"]
     return Case("plan", [*argv, *rng.choice([[], ["--json"]])], ", ".join(mutation))
@@ -100,31 +92,18 @@ def make_plan_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
 
 def _make_stability_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     mutation = _write_config(rng, folder)
-    argv = [
-        rng.choice(["config.yaml"] * 20 + ["all of it", draw_word(rng)]),
-        "--samples",
-        "8",
-        "--iterations",
-        "9",
-    ]
-    argv += _draw_options(rng, ["--samples", "--iterations", "--seed", "--curvature", "--by-stage"])
+    config = rng.choice(["config.yaml"] * 20 + ["all of it", draw_word(rng)])
+    argv = [config, *"--samples 8 --iterations 9".split()]
+    argv += _draw_options(rng, "--samples --iterations --seed --curvature --by-stage")
     return Case("stability", [*argv, *rng.choice([[], ["--json"]])], mutation)
 
 
 def _make_collect_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     mutation = _write_config(rng, folder)
-    argv = [
-        "config.yaml",
-        "--out",
-        make_odd_output(rng, folder, "collected"),
-        "--steps",
-        rng.choice(["0", "0", "2"]),
-    ]
-    argv += [
-        "--methods",
-        rng.choice(["gpipe", "pipedream,gpipe", "local_greedy", ",", draw_word(rng)]),
-    ]
-    argv += _draw_options(rng, ["--steps", "--rounds", "--overwrite"])
+    argv = ["config.yaml", "--out", make_odd_output(rng, folder, "collected")]
+    argv += ["--steps", rng.choice(["0", "0", "2"])]
+    methods = ["gpipe", "pipedream,gpipe", "local_greedy", ",", draw_word(rng)]
+    argv += ["--methods", rng.choice(methods), *_draw_options(rng, "--steps --rounds --overwrite")]
     return Case("collect", [*argv, *SMALL], mutation)
 
 
@@ -139,81 +118,37 @@ def _make_reproduce_case(rng: random.Random, folder: Path, bases: Bases) -> Case
         damage_bytes(text.encode("utf-8", "surrogatepass"), rng)
     )
     argv = rng.choice([[], ["experiment.yaml"], ["experiment.yaml"], [draw_word(rng)]])
-    return Case(
-        "reproduce",
-        [
-            *argv,
-            *_draw_options(rng, ["--seeds", "--rows", "--jobs", "--json"]),
-            "--rows",
-            "nothing",
-        ],
-        "",
-    )
+    argv += [*_draw_options(rng, "--seeds --rows --jobs --json"), "--rows", "nothing"]
+    return Case("reproduce", argv, "")
 
 
 def _make_pareto_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    argv = [
-        "--subset",
-        "16",
-        "--size",
-        "4",
-        "--width",
-        "4",
-        "--examples",
-        "8",
-        "--batches",
-        "4",
-        "--kinds",
-        "greedy",
-    ]
-    odd = _draw_options(
-        rng,
-        [
-            "--kinds",
-            "--batches",
-            "--rates",
-            "--examples",
-            "--width",
-            "--size",
-            "--cutoffs",
-            "--jobs",
-        ],
-    )
-    return Case(
-        "pareto", [*argv, *odd, "--rates", rng.choice(["0", "x", "nan"])], "an odd command line"
-    )
+    argv = "--subset 16 --size 4 --width 4 --examples 8 --batches 4 --kinds greedy".split()
+    options = "--kinds --batches --rates --examples --width --size --cutoffs --jobs"
+    argv += [*_draw_options(rng, options), "--rates", rng.choice(["0", "x", "nan"])]
+    return Case("pareto", argv, "an odd command line")
 
 
 def _make_measurement_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Make a case of `measure_hardware` that must be refused: an accepted one would start processes."""
-    argv = _draw_options(rng, ["--threads", "--seconds", "--device"])
-    return Case(
-        "measure_hardware",
-        [*argv, "--out", rng.choice(["gone/x.yaml", "x.txt"])],
-        "an odd command line",
-    )
+    argv = _draw_options(rng, "--threads --seconds --device")
+    argv += ["--out", rng.choice(["gone/x.yaml", "x.txt"])]
+    return Case("measure_hardware", argv, "an odd command line")
 
 
 def _make_prediction_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Make a case that predicts with a run whose newest checkpoint is damaged."""
     shutil.copytree(bases.end, folder / "run")
-    newest = max(
-        (folder / "run" / "checkpoints").glob("step-*"),
-        key=lambda path: int(path.name.split("-")[1]),
-    )
-    mutation = damage_file(
-        rng.choice(sorted(path for path in newest.iterdir() if path.is_file())), rng
-    )
+    newest = list_checkpoints(folder / "run")[-1]
+    files = sorted(path for path in newest.iterdir() if path.is_file())
+    mutation = damage_file(rng.choice(files), rng)
     return Case("predict", [rng.choice(["run", str(newest.relative_to(folder))])], mutation)
 
 
 def _make_name_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    tool = rng.choice(["fetch_data", "completion"])
-    return Case(
-        tool,
-        [rng.choice([draw_word(rng), "bash"]) if tool == "completion" else f"no-{draw_word(rng)}"],
-        "an odd name",
-    )
+    if rng.choice(["fetch_data", "completion"]) == "completion":
+        return Case("completion", [rng.choice([draw_word(rng), "bash"])], "an odd name")
+    return Case("fetch_data", [f"no-{draw_word(rng)}"], "an odd name")
 
 
 def _make_rehearsal_case(rng: random.Random, folder: Path, bases: Bases) -> Case:

@@ -82,18 +82,13 @@ def change_config(rng: random.Random) -> Tuple[Dict[Any, Any], List[str]]:
             _set_key(config, key, draw_value(rng))
             mutations.append(".".join(key))
         elif kind < 0.7:
-            config["data"] = {
-                "name": rng.choice(LOADED),
-                "root": rng.choice(["", ".", "/", "gone", "a" * 300]),
-            }
+            root = ["", ".", "/", "gone", "a" * 300]
+            config["data"] = {"name": rng.choice(LOADED), "root": rng.choice(root)}
             mutations.append("data")
         elif kind < 0.8:
             key = rng.choice(HARMLESS)
-            _set_key(
-                config,
-                (*key[:-1], rng.choice(["", "x", key[-1] + "s", "ß", "a" * 3000, "a.b"])),
-                draw_value(rng),
-            )
+            name = rng.choice(["", "x", key[-1] + "s", "ß", "a" * 3000, "a.b"])
+            _set_key(config, (*key[:-1], name), draw_value(rng))
             mutations.append(f"an unknown key in {'.'.join(key[:-1]) or 'the config'}")
         elif kind < 0.9:
             name = rng.choice(list(config))
@@ -115,10 +110,8 @@ def make_config_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=rng.random() < 0.5)
     if how < 0.12:
         snippet = rng.choice(SNIPPETS)
-        text, mutations = (
-            rng.choice([text + snippet + "\n", snippet + "\n" + text]),
-            [f"with {snippet[:60]}"],
-        )
+        text = rng.choice([text + snippet + "\n", snippet + "\n" + text])
+        mutations = [f"with {snippet[:60]}"]
     content = text.encode("utf-8", "surrogatepass")
     if 0.12 <= how < 0.25:
         content, mutations = damage_bytes(content, rng), ["damaged bytes"]

@@ -53,9 +53,6 @@ def make_data_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
         mutation = damage_file(file, rng)
         config["init_from"] = file.name
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    argv = (
-        ["config.yaml", "--dry-run"]
-        if rng.random() < 0.5
-        else ["config.yaml", "--out", "run", "--set", "steps=2"]
-    )
+    run = ["--out", "run", "--set", "steps=2"]
+    argv = ["config.yaml", *(["--dry-run"] if rng.random() < 0.5 else run)]
     return Case("train", argv, mutation)

@@ -30,9 +30,8 @@ def make_folder_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
         how = rng.random()
         if how < 0.6:
             file = rng.choice(files)
-            mutations.append(
-                damage_file(file, rng) if file.is_file() and not file.is_symlink() else "nothing"
-            )
+            is_whole = file.is_file() and not file.is_symlink()
+            mutations.append(damage_file(file, rng) if is_whole else "nothing")
         elif how < 0.8:
             left = run / rng.choice(LEFT)
             if not left.exists() and left.parent.is_dir():
@@ -55,10 +54,7 @@ def make_folder_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     mutation = ", ".join(mutations)
     if rng.random() < 0.6:
         return make_resume_case(folder, bases, mutation)
-    argv = [
-        str(bases.end / "config.yaml"),
-        "--out",
-        rng.choice(["run", "run/", "run/checkpoints", "run/config.yaml", "run/.."]),
-    ]
-    how_started = rng.choice([["--overwrite"], ["--overwrite"], []])
-    return Case("train", [*argv, *how_started, "--set", "steps=2"], mutation)
+    out = rng.choice(["run", "run/", "run/checkpoints", "run/config.yaml", "run/.."])
+    argv = [str(bases.end / "config.yaml"), "--out", out]
+    argv += rng.choice([["--overwrite"], ["--overwrite"], []])
+    return Case("train", [*argv, "--set", "steps=2"], mutation)

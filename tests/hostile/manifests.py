@@ -46,9 +46,7 @@ def _change_files(manifest: Dict[str, Any], rng: random.Random) -> str:
 
 
 def _change_section(manifest: Dict[str, Any], rng: random.Random) -> str:
-    key = rng.choice(
-        ["optimizer", "position", "callbacks", "keys", "updates", "step", "schema", "files"]
-    )
+    key = rng.choice("optimizer position callbacks keys updates step schema files".split())
     manifest[key] = rng.choice([rng.choice(ODD), draw_value(rng)])
     return key
 
@@ -74,6 +72,11 @@ def _change_initial(manifest: Dict[str, Any], rng: random.Random) -> str:
 CHANGES: List[Callable[[Dict[str, Any], random.Random], str]] = [
     _change_files, _change_section, _change_section, _change_inside, _change_inside, _change_initial,
 ]  # fmt: skip
+LINES = [
+    "train run/config.yaml --out run --resume", "train run/config.yaml --out run --resume",
+    "train run/config.yaml --out run --resume --dry-run", "train run/config.yaml --evaluate run",
+    "export run --to w.safetensors", "export run --to w.safetensors --step best", "predict run",
+]  # fmt: skip
 
 
 def make_manifest_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
@@ -83,13 +86,5 @@ def make_manifest_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     manifest = json.loads((newest / "manifest.json").read_text())
     mutation = rng.choice(CHANGES)(manifest, rng)
     write_sealed(newest / "manifest.json", manifest)
-    argv = rng.choice([
-        ("train", ["run/config.yaml", "--out", "run", "--resume"]),
-        ("train", ["run/config.yaml", "--out", "run", "--resume"]),
-        ("train", ["run/config.yaml", "--out", "run", "--resume", "--dry-run"]),
-        ("train", ["run/config.yaml", "--evaluate", "run"]),
-        ("export", ["run", "--to", "w.safetensors"]),
-        ("export", ["run", "--to", "w.safetensors", "--step", "best"]),
-        ("predict", ["run"]),
-    ])  # fmt: skip
-    return Case(*argv, mutation)
+    tool, *argv = rng.choice(LINES).split()
+    return Case(tool, argv, mutation)

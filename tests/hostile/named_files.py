@@ -4,9 +4,12 @@ from Python."""
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import os
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
@@ -14,34 +17,30 @@ import yaml
 
 from tests.hostile.cases import BASE, Bases, Case
 
-ROWS = ["--stages", "4", "--microbatches", "4"]
+ROWS, DRY_RUN = "--stages 4 --microbatches 4", "train config.yaml --dry-run --set"
 # command lines that read FILE, and the suffix that they expect
-READERS: List[Tuple[str, List[str], str]] = [
-    ("schedule", ["rows", *ROWS, "--file", "FILE"], ".csv"),
-    ("schedule", ["gpipe", *ROWS, "--file", "FILE"], ".csv"),
-    ("train", ["FILE", "--dry-run"], ".yaml"),
-    (
-        "train",
-        ["config.yaml", "--dry-run", "--set", "method=rows", "method_args.file=FILE"],
-        ".csv",
-    ),
-    ("train", ["config.yaml", "--dry-run", "--set", "hardware=FILE"], ".yaml"),
-    ("train", ["config.yaml", "--dry-run", "--set", "extends=FILE"], ".yaml"),
-    ("train", ["config.yaml", "--dry-run", "--set", "init_from=FILE"], ".safetensors"),
-    ("train", ["config.yaml", "--dry-run", "--set", "init_from=FILE"], ".pt"),
-    ("train", ["config.yaml", "--evaluate", "FILE"], ".safetensors"),
-    ("train", ["config.yaml", "--evaluate", "FILE"], ".pt"),
-    ("plan", ["config.yaml", "--hardware", "FILE"], ".yaml"),
-    ("rehearse", ["FILE"], ".yaml"),
-    ("rehearse", ["config.yaml", "--set", "hardware=FILE"], ".yaml"),
-    ("collect", ["config.yaml", "--steps", "0", "--out", "out", "--set", "hardware=FILE"], ".yaml"),
-    ("stability", ["FILE", "--samples", "8", "--iterations", "9"], ".yaml"),
-    ("reproduce", ["FILE", "--rows", "nothing"], ".yaml"),
-    ("analyze", ["FILE"], ".json"),
-    ("analyze", ["FILE", "--json"], ".trace"),
-    ("analyze", ["run", "--against", "FILE"], ".json.gz"),
-    ("export", ["FILE", "--to", "new.safetensors"], ""),
-    ("predict", ["FILE"], ""),
+READERS: List[Tuple[str, str]] = [
+    (f"schedule rows {ROWS} --file FILE", ".csv"),
+    (f"schedule gpipe {ROWS} --file FILE", ".csv"),
+    ("train FILE --dry-run", ".yaml"),
+    (f"{DRY_RUN} method=rows method_args.file=FILE", ".csv"),
+    (f"{DRY_RUN} hardware=FILE", ".yaml"),
+    (f"{DRY_RUN} extends=FILE", ".yaml"),
+    (f"{DRY_RUN} init_from=FILE", ".safetensors"),
+    (f"{DRY_RUN} init_from=FILE", ".pt"),
+    ("train config.yaml --evaluate FILE", ".safetensors"),
+    ("train config.yaml --evaluate FILE", ".pt"),
+    ("plan config.yaml --hardware FILE", ".yaml"),
+    ("rehearse FILE", ".yaml"),
+    ("rehearse config.yaml --set hardware=FILE", ".yaml"),
+    ("collect config.yaml --steps 0 --out out --set hardware=FILE", ".yaml"),
+    ("stability FILE --samples 8 --iterations 9", ".yaml"),
+    ("reproduce FILE --rows nothing", ".yaml"),
+    ("analyze FILE", ".json"),
+    ("analyze FILE --json", ".trace"),
+    ("analyze run --against FILE", ".json.gz"),
+    ("export FILE --to new.safetensors", ""),
+    ("predict FILE", ""),
 ]
 # files of sets of data, by the set
 DATA = {
@@ -54,6 +53,10 @@ OF_RUN = [
     "config.yaml", "record.json", "metrics.jsonl", "summary.json", "memory.json", "trace.json.gz",
     "checkpoints/step-4/manifest.json", "checkpoints/step-4/model.safetensors",
     "checkpoints/step-4/optimizer.safetensors",
+]  # fmt: skip
+USERS_OF_RUN = [
+    "train config.yaml --out run --resume", "train config.yaml --out run --overwrite --set steps=2", "analyze run",
+    "export run --to w.safetensors", "predict run",
 ]  # fmt: skip
 
 
@@ -94,9 +97,9 @@ def make_named_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case
     config: Dict[str, Any] = copy.deepcopy(BASE)
     how = rng.random()
     if how < 0.6:
-        tool, argv, suffix = rng.choice(READERS)
+        line, suffix = rng.choice(READERS)
         mutation = put_something(folder / f"odd{suffix}", rng)
-        argv = [word.replace("FILE", f"odd{suffix}") for word in argv]
+        tool, *argv = line.replace("FILE", f"odd{suffix}").split()
         if "run" in argv:
             shutil.copytree(bases.end, folder / "run")
     elif how < 0.75:
@@ -107,11 +110,7 @@ def make_named_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case
     elif how < 0.9:
         shutil.copytree(bases.run, folder / "run")
         mutation = put_something(folder / "run" / rng.choice(OF_RUN), rng)
-        tool, argv = rng.choice([
-            ("train", ["config.yaml", "--out", "run", "--resume"]),
-            ("train", ["config.yaml", "--out", "run", "--overwrite", "--set", "steps=2"]),
-            ("analyze", ["run"]), ("export", ["run", "--to", "w.safetensors"]), ("predict", ["run"]),
-        ])  # fmt: skip
+        tool, *argv = rng.choice(USERS_OF_RUN).split()
     else:
         shutil.copytree(bases.end, folder / "run")
         number = rng.randrange(1000)
@@ -120,52 +119,47 @@ def make_named_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case
     return Case(tool, argv, mutation)
 
 
+COMMANDS = [
+    "train PATH", "train config.yaml --out PATH", "train config.yaml --evaluate PATH", f"{DRY_RUN} init_from=PATH",
+    "analyze PATH", "analyze run --html PATH", "analyze run --png PATH", "analyze run --against PATH",
+    "export PATH --to new", "export run --to PATH", "plan config.yaml --hardware PATH",
+    "plan config.yaml --hardware v100x8 --write PATH", "collect config.yaml --out PATH --steps 0",
+    "schedule rows --stages 2 --microbatches 4 --file PATH", "stability PATH", "fetch_data mnist --root PATH",
+]  # fmt: skip
+
+
+def _call_command(tool: str, *words: Any) -> None:
+    *argv, path = words
+    module = importlib.import_module(f"ipu_pipe.cli.{tool}")
+    module.main([word.replace("PATH", path) for word in argv])
+
+
 def call_with_odd_path() -> None:
     """Call a function or a command of the library from Python with an impossible path."""
-    import sys
-
     import torch
 
     import ipu_pipe
-    from ipu_pipe.cli import analyze, collect, export, fetch_data, plan, schedule, stability, train
     from ipu_pipe.run.train import evaluate_checkpoint
 
     config = ipu_pipe.load_config("config.yaml")
     odd = ["a\0b", "\0", "run\0", "a/\0/b", "\ud800"]
-    calls = [
+    calls: List[Any] = [
         lambda path: ipu_pipe.train(config, path),
         lambda path: ipu_pipe.train(config, Path(path)),
         lambda path: ipu_pipe.train(config, path, resume=True),
-        lambda path: ipu_pipe.load_config(path),
+        ipu_pipe.load_config,
         lambda path: ipu_pipe.predict(path, torch.zeros(4, 64)),
         lambda path: ipu_pipe.export(path, "new.safetensors"),
         lambda path: ipu_pipe.export("run", path),
         lambda path: ipu_pipe.export("run", path + ".safetensors"),
         lambda path: evaluate_checkpoint(config, path),
-        lambda path: ipu_pipe.analyze_run(path),
+        ipu_pipe.analyze_run,
         lambda path: ipu_pipe.load_data("mnist", root=path),
         lambda path: ipu_pipe.load_data("image_folder", root=path),
         lambda path: ipu_pipe.plan_config(config, path),
         lambda path: evaluate_checkpoint(config, path + ".safetensors"),
         lambda path: ipu_pipe.load_config("config.yaml", [f"method_args.file={path}"]),
-        lambda path: train.main([path]),
-        lambda path: train.main(["config.yaml", "--out", path]),
-        lambda path: train.main(["config.yaml", "--evaluate", path]),
-        lambda path: train.main(["config.yaml", "--dry-run", "--set", "init_from=" + path]),
-        lambda path: analyze.main([path]),
-        lambda path: analyze.main(["run", "--html", path]),
-        lambda path: analyze.main(["run", "--png", path]),
-        lambda path: analyze.main(["run", "--against", path]),
-        lambda path: export.main([path, "--to", "new"]),
-        lambda path: export.main(["run", "--to", path]),
-        lambda path: plan.main(["config.yaml", "--hardware", path]),
-        lambda path: plan.main(["config.yaml", "--hardware", "v100x8", "--write", path]),
-        lambda path: collect.main(["config.yaml", "--out", path, "--steps", "0"]),
-        lambda path: schedule.main(
-            ["rows", "--stages", "2", "--microbatches", "4", "--file", path]
-        ),
-        lambda path: stability.main([path]),
-        lambda path: fetch_data.main(["mnist", "--root", path]),
+        *(functools.partial(_call_command, *line.split()) for line in COMMANDS),
     ]
     number = int(sys.argv[1])
     calls[number % len(calls)](odd[number // len(calls) % len(odd)])

@@ -102,24 +102,17 @@ def make_bases(scratch: Path) -> Bases:
     """Train the run that cases damage; return its folder at the end and as it was after update 4."""
     bases = Bases(scratch / "interrupted", scratch / "finished")
     (scratch / "config.yaml").write_text(yaml.safe_dump(BASE, sort_keys=False))
-    _run_base_case(
-        Case("train", [str(scratch / "config.yaml"), "--out", str(bases.end)], ""), scratch
-    )
-    evaluation = _run_base_case(
-        Case(
-            "train",
-            [str(scratch / "config.yaml"), "--evaluate", str(bases.end / checkpoints.LAST)],
-            "",
-        ),
-        scratch,
-    )
+    config = str(scratch / "config.yaml")
+
+    def run(*argv: str) -> str:
+        return _run_base_case(Case("train", [config, *argv], ""), scratch)
+
+    run("--out", str(bases.end))
+    evaluation = run("--evaluate", str(bases.end / checkpoints.LAST))
     shutil.copytree(bases.end, bases.run)
     shutil.rmtree(bases.run / checkpoints.LAST)
     (bases.run / "summary.json").unlink()
-    earlier_evaluation = _run_base_case(
-        Case("train", ["config.yaml", "--evaluate", str(bases.run / "checkpoints" / "step-4")], ""),
-        scratch,
-    )
+    earlier_evaluation = run("--evaluate", str(bases.run / "checkpoints" / "step-4"))
     assert earlier_evaluation != evaluation, "two checkpoints must not have the same figures"
     (bases.end / "evaluated.json").write_text(earlier_evaluation)
     return bases
@@ -169,10 +162,9 @@ def _run_in_child(case: Case, folder: Path, out: Path) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
-        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf(
-            "SC_PAGE_SIZE"
-        )
-        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MORE_MEMORY, used_bytes + MORE_MEMORY))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + MORE_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_WRITTEN, MOST_WRITTEN))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.chdir(folder)
@@ -211,18 +203,12 @@ def _wait_for_child(child: _Child, seconds: float) -> Tuple[Optional[int], str, 
             os.killpg(child.pid, signal.SIGKILL)
     _, status = os.waitpid(child.pid, 0)
     os.close(child.end)
-    code = (
-        None
-        if not ready
-        else -os.WTERMSIG(status)
-        if os.WIFSIGNALED(status)
-        else os.WEXITSTATUS(status)
-    )
+    code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     output, error_output = (
         Path(f"{child.out}.{name}").read_text(encoding="utf-8", errors="replace")
         for name in ("out", "err")
     )
-    return code, output, error_output
+    return code if ready else None, output, error_output
 
 
 def list_cases(count: int) -> List[Tuple[str, int]]:
@@ -258,9 +244,8 @@ def judge_case(case: Case, code: Optional[int], output: str, error_output: str) 
         return "no line: too long, or not printable"
     if any(OURS.search(line) for line in lines):
         return f"our line: {next(filter(OURS.search, lines))}"
-    if any(
-        not line.isprintable() for line in (output + error_output).replace("\t", " ").split("\n")
-    ):
+    shown = (output + error_output).replace("\t", " ").split("\n")
+    if not all(line.isprintable() for line in shown):
         return "not printable: on standard output or error"
     if code == 0 and case.find_difference is not None:
         try:
@@ -294,34 +279,18 @@ def run_cases(
             if child.end in ready or age >= SECONDS:
                 running.remove(entry)
                 code, output, error_output = _wait_for_child(child, 0)
-                yield Result(
-                    kind,
-                    number,
-                    case.mutation,
-                    [case.tool, *case.argv],
-                    code,
-                    age,
-                    judge_case(case, code, output, error_output),
-                    error_output,
-                )
+                bad = judge_case(case, code, output, error_output)
+                argv = [case.tool, *case.argv]
+                yield Result(kind, number, case.mutation, argv, code, age, bad, error_output)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def format_results(results: Sequence[Result]) -> str:
     """Format a table of how the cases ended, with a row for each kind."""
-    bads = (
-        "traceback",
-        "hang",
-        "exit code",
-        "no line",
-        "our line",
-        "differs",
-        "warning",
-        "not printable",
-    )
+    names = "traceback,hang,exit code,no line,our line,differs,warning,not printable"
     columns: List[Tuple[str, Callable[[Result], bool]]] = [("cases", lambda r: True)]
     columns += [(f"exit {code}", lambda r, code=code: r.code == code) for code in (0, 1, 2)]  # type: ignore[misc]
-    columns += [(bad, lambda r, bad=bad: r.bad.startswith(bad)) for bad in bads]  # type: ignore[misc]
+    columns += [(bad, lambda r, bad=bad: r.bad.startswith(bad)) for bad in names.split(",")]  # type: ignore[misc]
     lines = [f"{'kind':<14}" + "".join(f"{name:>11}" for name, _ in columns)]
     for kind in [*KINDS, "all"]:
         chosen = [r for r in results if kind in (r.kind, "all")]

@@ -46,11 +46,8 @@ def _change_chrome(path: Path, rng: random.Random) -> str:
     trace = json.loads(gzip.decompress(path.read_bytes()))
     section: Any = rng.choice([trace, trace["otherData"], *rng.sample(trace["traceEvents"], 3)])
     for _ in range(rng.choice([0, 0, 1, 2])):
-        inner = [
-            item
-            for item in (section.values() if isinstance(section, dict) else section)
-            if isinstance(item, (dict, list))
-        ]
+        items = section.values() if isinstance(section, dict) else section
+        inner = [item for item in items if isinstance(item, (dict, list))]
         section = rng.choice(inner) if inner else section
     keys = list(section) if isinstance(section, dict) else list(range(len(section)))
     key = rng.choice(keys or [0])
@@ -65,11 +62,7 @@ def make_trace_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Make a case that analyzes a damaged trace, or a whole one into an odd file."""
     run = folder / "run"
     shutil.copytree(bases.end, run)
-    stores = (
-        sorted(path for path in (run / "trace").rglob("*") if path.is_file())
-        if (run / "trace").is_dir()
-        else []
-    )
+    stores = sorted(path for path in (run / "trace").rglob("*") if path.is_file())
     chrome = run / "trace.json.gz"
     target, how = "run", rng.random()
     if how < 0.35 and chrome.is_file():
@@ -77,10 +70,8 @@ def make_trace_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
         mutation = _change_chrome(chrome, rng) if rng.random() < 0.7 else damage_file(chrome, rng)
     elif how < 0.6 and stores:
         store = rng.choice(stores)
-        target, mutation = (
-            rng.choice(["run", str(store.relative_to(folder))]),
-            damage_file(store, rng),
-        )
+        target = rng.choice(["run", str(store.relative_to(folder))])
+        mutation = damage_file(store, rng)
     elif how < 0.75:
         target = rng.choice(["profile.json", "ranks"])
         (folder / "ranks").mkdir()

@@ -24,18 +24,13 @@ OF_MODULES = ("state_dict", "load_state_dict")
 def make_user_code_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Make a case of a run with one misbehaving object."""
     config = copy.deepcopy(BASE)
-    how, after = (
-        rng.choice([*HOW, "signature", "signature", "signature"]),
-        rng.choice([0, 0, 1, 2, 5, 9, 30]),
-    )
+    how = rng.choice([*HOW, "signature", "signature", "signature"])
+    after = rng.choice([0, 0, 1, 2, 5, 9, 30])
     config.update(method="pipedream", stages=2, gradient_accumulation=2, steps=4)
     if rng.random() < 0.4:
         where = rng.choice([*HOOKS, "state", "load"])
-        entry = {
-            "entry": f"{FAULTY}:make_callback",
-            "args": {"where": where, "how": how, "after": after % 3},
-        }
-        config["callbacks"] = [entry]
+        args = {"where": where, "how": how, "after": after % 3}
+        config["callbacks"] = [{"entry": f"{FAULTY}:make_callback", "args": args}]
     else:
         where = rng.choice(PLACES)
         how = rng.choice(RAISING) if where in OF_MODULES else how

@@ -85,10 +85,7 @@ def make_weights_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     argv = ["config.yaml", "--evaluate", "w.pt"]
     if rng.random() < 0.5:
         config["init_from"] = rng.choice(["w.pt", {"path": "w.pt", "strict": False}])
-        argv = (
-            ["config.yaml", "--dry-run"]
-            if rng.random() < 0.5
-            else ["config.yaml", "--out", "r", "--set", "steps=2"]
-        )
+        run = ["--out", "r", "--set", "steps=2"]
+        argv = ["config.yaml", *(["--dry-run"] if rng.random() < 0.5 else run)]
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     return Case("train", argv, mutation)
