@@ -81,10 +81,17 @@ def test_a_run_whose_optimizer_keeps_numbers_in_its_groups_is_not_resumed(
     optimizer = functools.partial(Counting, lr=0.1)
     out = tmp_path / "run"
     train(load_two_stage_config("checkpoint.every=1"), out, optimizer=optimizer)
-    assert capsys.readouterr().out.count("keeps k outside of its parameters' entries, which checkpoints") == 1
+    assert (
+        capsys.readouterr().out.count(
+            "keeps k outside of its parameters' entries, which checkpoints"
+        )
+        == 1
+    )
     (out / "summary.json").unlink()
     longer = load_two_stage_config("checkpoint.every=1", "steps=4")
-    with pytest.raises(BadInput, match="optimizer: keeps k outside of its parameters' entries, which a"):
+    with pytest.raises(
+        BadInput, match="optimizer: keeps k outside of its parameters' entries, which a"
+    ):
         train(longer, out, optimizer=optimizer, resume=True, quiet=True)
 
 

@@ -77,8 +77,6 @@ def test_a_v_is_drawn_by_device() -> None:
         replace(schedule, placement=(0, 0, 1, 1))
 
 
-
-
 def test_two_stages_of_a_device_may_share_a_step_that_holds_both() -> None:
     rows = ["F0@0 F1@0 F0@2 B0@2 F1@2 B0@0 B1@2 B1@0".split(), "F0 B0 F1 B1".split()]
     schedule = from_rows(rows, 1, SlotHolds.BOTH, placement=(0, 1, 0))
