@@ -78,6 +78,8 @@ def list_masked_backwards() -> List[Call]:
 AVERAGES: List[List[Any]] = [
     [[2, 2], [3, 3], [1, 1], True, False, None],
     [[3, 3], [2, 2], [1, 1], False, False, None],
+    # the padding counts, but not what is behind it
+    [[4, 4], [3, 3], [1, 1], True, True, None],
     [[2, 2], [3, 4], [0, 0], False, True, None],
 ]
 TIES = draw_indices(3, 2, 2, 7, 8).double()
@@ -170,7 +172,7 @@ CASES: Dict[str, List[Call]] = {
     ],
     "aten.convolution_backward.default": list_masked_backwards(),
     "aten.max_pool2d_with_indices.default": [
-        *[call(TIES, *settings) for settings in TIED],
+        *[call(TIES, *settings) for settings in (*TIED, [[2, 2]])],
         call(torch.full((1, 1, 4, 4), -INFINITY).double(), *TIED[0]),
         call(fill(1, NAN, 2, 0).reshape(1, 1, 2, 2), [2, 2]),
         call(draw(2, 3, 6, 4, dtype=INT), [3, 3], [2, 2], [1, 1]),
