@@ -303,6 +303,16 @@ _SLOTS = {"backend_args": {"devices": 1, "program": "slot"}, "stages": 6, "micro
 LOOPS: Dict[str, Loop] = {
     name: Loop(make, draw, make_optimizer, {**settings, "method": method})
     for name, make, draw, make_optimizer, settings, method in [
+        # first, since jax begins with the devices of the first loop
+        (
+            "resnet20",
+            lambda: preact_resnet20(norm="batch"),
+            _draw_photos,
+            _make_sgd,
+            _FOUR,
+            "pipemare",
+        ),
+        ("transformer", _make_lm, _draw_text, _make_adamw, _FOUR, "pipedream_2bw"),
         ("gpt2", _make_gpt2, _draw_text, _make_sgd, _THREE, "pipedream_2bw"),
         ("llama", lambda: _make_third_party("llama"), _draw_text, _make_sgd, _THREE, "gpipe"),
         ("lstm", Lstm, _draw_classes, _make_sgd, _THREE, "pipedream"),
@@ -314,15 +324,6 @@ LOOPS: Dict[str, Loop] = {
             _THREE,
             "pipedream",
         ),
-        (
-            "resnet20",
-            lambda: preact_resnet20(norm="batch"),
-            _draw_photos,
-            _make_sgd,
-            _FOUR,
-            "pipemare",
-        ),
-        ("transformer", _make_lm, _draw_text, _make_adamw, _FOUR, "pipedream_2bw"),
         ("transformer_slots", _make_lm, _draw_text, _make_adamw, _SLOTS, "pipelined_backprop"),
     ]
 }
