@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
@@ -83,10 +85,10 @@ def make_training_model(
 
 
 def assert_raises_with(error: Any, message: str, call: Callable[[], Any]) -> None:
-    """Assert that `call` raises `error` with `message` in its text."""
-    with pytest.raises(error) as caught:
+    """Assert that `call` raises `error`, None for any of PopTorch's, with `message` in its text."""
+    kind = error or sys.modules["poptorch"].Error
+    with pytest.raises(kind, match=re.escape(message)):
         call()
-    assert message in str(caught.value), str(caught.value)
 
 
 # ---- names and values
@@ -99,7 +101,7 @@ WRONG: List[Tuple[Any, Any, str]] = [
     (lambda p: p.Options().deviceIterations(iterations=2), TypeError, "iterations"),
     (lambda p: p.Options().deviceIterations(np.int64(2)), AssertionError, "Unexpected type <class 'numpy.int64'>"),
     (lambda p: p.Options().Training.gradientAccumulation(0), AssertionError, "at least 1"),
-    (lambda p: p.Options().outputMode(p.OutputMode.EveryN), AssertionError, "valid positive integer"),
+    (lambda p: p.Options().outputMode(p.OutputMode.EveryN), NotImplementedError, "every n-th"),
     (lambda p: p.Options().enableStableNorm(1), AssertionError, "Expected bool"),
     (lambda p: p.Options().setExecutionStrategy("pipelined"), AssertionError, "no execution strategy"),
     (lambda p: p.Options().setAvailableMemoryProportion({"0": 0.5}), AssertionError, "Invalid key: 0"),
@@ -120,15 +122,7 @@ WRONG: List[Tuple[Any, Any, str]] = [
 def test_wrong_names_and_values_are_refused(
     poptorch: Any, call: Any, error: Any, message: str
 ) -> None:
-    assert_raises_with(error or poptorch.Error, message, lambda: call(poptorch))
-
-
-def test_errors_are_not_runtime_errors(poptorch: Any) -> None:
-    """python/poptorch.cpp derives errors from Exception: `except RuntimeError` does not catch
-    them."""
-    assert not issubclass(poptorch.Error, RuntimeError) and issubclass(
-        poptorch.RecoverableError, poptorch.Error
-    )
+    assert_raises_with(error, message, lambda: call(poptorch))
 
 
 def test_options_are_frozen_by_a_model(poptorch: Any) -> None:
@@ -141,12 +135,9 @@ def test_options_are_frozen_by_a_model(poptorch: Any) -> None:
         lambda o: o.TensorLocations.numIOTiles(32),
         lambda o: o.setExecutionStrategy(poptorch.ShardedExecution()),
     ):
-        assert_raises_with(
-            AttributeError, "Can't modify frozen Options", lambda c=change: c(options)
-        )
-        assert_raises_with(
-            AttributeError, "Can't modify frozen", lambda c=change: c(result.options)
-        )
+        for frozen in (options, result.options):
+            line = "Can't modify frozen Options"
+            assert_raises_with(AttributeError, line, lambda c=change, o=frozen: c(o))
 
 
 # ---- blocks, stages, IPUs
@@ -166,13 +157,6 @@ def make_blocks(*ids: str) -> Callable[..., Any]:
     return forward
 
 
-def forward_with_overlap(m: Any, x: Any, y: Any) -> Any:
-    import poptorch
-
-    x = poptorch.set_overlap_for_input(x, poptorch.OverlapMode.OverlapAccumulationLoop)
-    return F.cross_entropy(m.a(x), y)
-
-
 def forward_with_tied_weight(m: Any, x: Any, y: Any) -> Any:
     import poptorch
 
@@ -189,7 +173,6 @@ LAYOUTS = [
     (make_blocks("A", "B", "B"), lambda p: build_options(p, [0, 1], 2), "number of pipeline stages (3)"),
     (make_blocks("A", "B", "C"), lambda p: build_options(p, [0, 1, 2], 5), "must reserve a minimum of 4"),
     (make_blocks("A", "B", "B"), lambda p: build_options(p, [0, 63], 3).replicationFactor(2), "Too many IPUs requested (128)"),
-    (forward_with_overlap, lambda p: p.Options(), "Overlapped IO is not supported with poptorch.PipelinedExecution"),
     (forward_with_tied_weight, lambda p: build_options(p), "Can not copy variable tensor a.weight between virtual graphs"),
 ]  # fmt: skip
 
@@ -199,24 +182,16 @@ def test_impossible_layouts_are_refused(
     poptorch: Any, forward: Any, options: Any, message: str
 ) -> None:
     chosen = options(poptorch)
-    parts = chosen.Training.gradient_accumulation * chosen.replication_factor
+    count = 2 * chosen.Training.gradient_accumulation * chosen.replication_factor
+    run = make_training_model(poptorch, forward, chosen)
     assert_raises_with(
-        (poptorch.Error, AssertionError),
-        message,
-        lambda: make_training_model(poptorch, forward, chosen)(*draw_labeled_samples(2 * parts)),
+        (poptorch.Error, AssertionError), message, lambda: run(*draw_labeled_samples(count))
     )
-
-
-def test_an_inference_pipeline_wants_as_many_device_iterations_as_stages(poptorch: Any) -> None:
-    run = poptorch.inferenceModel(
-        FunctionModel(make_blocks("A", "B", "B")),
-        build_options(poptorch, accumulation=1),
-    )
-    assert_raises_with(
-        poptorch.Error,
-        "deviceIterations must be greater than or equal",
-        lambda: run(draw_labeled_samples(2)[0]),
-    )
+    if forward is forward_with_tied_weight:  # an inference pipeline, too, has to be full
+        options = build_options(poptorch, accumulation=1)
+        run = poptorch.inferenceModel(FunctionModel(make_blocks("A", "B", "B")), options)
+        line = "deviceIterations must be greater than or equal"
+        assert_raises_with(None, line, lambda: run(draw_labeled_samples(2)[0]))
 
 
 # ---- forwards
@@ -249,7 +224,7 @@ FORWARDS: List[Tuple[Any, str, str]] = [
     (forward_that_reassigns, "Error", "Buffer seen is reassigned within the model when calling the forward method."),
     # RequiresGrad.cpp: whether a node needs a gradient depends on its inputs alone
     (forward_under_no_grad, "DoubleRefuses", "torch.no_grad() has no effect"),
-    (lambda m, x, y: F.cross_entropy(Own.apply(m.a(x)), y), "DoubleRefuses", ""),
+    (lambda m, x, y: F.cross_entropy(Own.apply(m.a(x)), y), "DoubleRefuses", "torch.no_grad() has no effect"),
     # TypeInferenceHandler.cpp: a tensor of the host in the graph
     (lambda m, x, y: F.cross_entropy(m.a(x) * m.host, y), "Error", "expected an IPU tensor, got a CPU tensor"),
     # ErrorOnUnsupportedAten.cpp: no handler, or none known
@@ -265,11 +240,9 @@ def test_forwards_that_cannot_be_compiled_are_refused(
     poptorch: Any, forward: Any, error: str, message: str
 ) -> None:
     kinds = {"Error": poptorch.Error, "DoubleRefuses": poptorch._errors.DoubleRefuses}
-    assert_raises_with(
-        kinds.get(error, NotImplementedError),
-        message,
-        lambda: make_training_model(poptorch, forward)(*draw_labeled_samples(2)),
-    )
+    run = make_training_model(poptorch, forward)
+    kind = kinds.get(error, NotImplementedError)
+    assert_raises_with(kind, message, lambda: run(*draw_labeled_samples(2)))
 
 
 def test_integer_buffers_are_constants(poptorch: Any, monkeypatch: Any) -> None:
@@ -295,44 +268,26 @@ def test_the_batch_has_to_be_a_multiple_and_then_the_same(poptorch: Any) -> None
     options = poptorch.Options().deviceIterations(2).replicationFactor(2)
     options.Training.gradientAccumulation(2)
     result = make_training_model(poptorch, options=options)
-    assert_raises_with(
-        AssertionError, "Invalid batch dimension", lambda: result(*draw_labeled_samples(12))
-    )
+    line = "Invalid batch dimension"
+    assert_raises_with(AssertionError, line, lambda: result(*draw_labeled_samples(12)))
     x, y = draw_labeled_samples(16)
     result(x, y)
-    assert_raises_with(poptorch.Error, "Shape mismatch for x", lambda: result(x[:8], y))
-    assert_raises_with(poptorch.Error, "Data type mismatch for x", lambda: result(x.double(), y))
-    assert_raises_with(poptorch.Error, "Type mismatch for y", lambda: result(x, None))
-    assert_raises_with(
-        poptorch.Error,
-        "requires_grad",
-        lambda: make_training_model(poptorch)(x.clone().requires_grad_(), y),
-    )
-    assert_raises_with(
-        poptorch.Error,
-        "Unsupported tensor input type",
-        lambda: make_training_model(poptorch)(x.bfloat16(), y),
-    )
+    assert_raises_with(None, "Shape mismatch for x", lambda: result(x[:8], y))
+    assert_raises_with(None, "Data type mismatch for x", lambda: result(x.double(), y))
+    assert_raises_with(None, "Type mismatch for y", lambda: result(x, None))
+    fresh = make_training_model(poptorch)
+    trained = x.clone().requires_grad_()
+    assert_raises_with(None, "requires_grad", lambda: fresh(trained, y))
+    line = "Unsupported tensor input type"
+    assert_raises_with(None, line, lambda: fresh(x.bfloat16(), y))
 
 
-@pytest.mark.parametrize(
-    "mode, period, rows",
-    [
-        ("All", None, range(8)),
-        ("Final", None, [6, 7]),
-        ("EveryN", 2, [2, 3, 6, 7]),
-        ("Sum", None, [12, 16]),
-    ],
-)
-def test_output_modes(poptorch: Any, mode: str, period: Any, rows: Sequence[int]) -> None:
-    options = (
-        poptorch.Options()
-        .deviceIterations(4)
-        .outputMode(getattr(poptorch.OutputMode, mode), period)
-    )
-    run = poptorch.inferenceModel(FunctionModel(lambda m, x, y: (x + 0, x.sum())), options)
-    x = torch.arange(8.0)
-    out, sums = run(x)
+@pytest.mark.parametrize("mode, rows", [("All", range(8)), ("Final", [6, 7]), ("Sum", [12, 16])])
+def test_output_modes(poptorch: Any, mode: str, rows: Sequence[int]) -> None:
+    kind = getattr(poptorch.OutputMode, mode)
+    options = poptorch.Options().deviceIterations(4).outputMode(kind)
+    model = FunctionModel(lambda m, x, y: (x + 0, x.sum()))
+    out, sums = poptorch.inferenceModel(model, options)(torch.arange(8.0))
     assert out.tolist() == list(rows)
     assert sums.shape == (() if len(rows) == 2 else (len(rows) // 2,))
 
@@ -375,24 +330,22 @@ def assert_weights_close(executor: Any, weights: Dict[str, torch.Tensor]) -> Non
     assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in weights.items())
 
 
-@pytest.mark.parametrize("scale", [1.0, 64.0])
 @pytest.mark.parametrize("combined", [False, True])
 def test_velocities_are_kept_times_their_scale_under_popart_names(
-    poptorch: Any, scale: float, combined: bool
+    poptorch: Any, combined: bool
 ) -> None:
     """compoundscalarhelper.hpp; sgd1decompose.cpp, sgd2decompose.cpp: velocities are stored
     times a scale, which is the loss scaling in the separate variant."""
-    settings = {"velocity_scaling": scale, "use_combined_accum": True} if combined else {}
-    result = run_updates(poptorch, choose_sgd(poptorch.optim, loss_scaling=scale, **settings))
-    assert_weights_close(result, train_with_pytorch(choose_sgd(torch.optim)))
-    state = result._optimizer.state_dict()["ipu_state"]
     prefix = "Accl___" if combined else "Accl1___"
-    assert {name[: len(prefix)] for name in state} == {prefix} and f"{prefix}a.weight" in state
-    plain_state = run_updates(
-        poptorch, choose_sgd(poptorch.optim, **({"use_combined_accum": True} if combined else {}))
-    )
-    one = plain_state._optimizer.state_dict()["ipu_state"][f"{prefix}a.weight"]
-    assert torch.allclose(state[f"{prefix}a.weight"], one * scale, atol=1e-5 * scale)
+    velocities = []
+    for scale in (1.0, 64.0):
+        settings = {"velocity_scaling": scale, "use_combined_accum": True} if combined else {}
+        result = run_updates(poptorch, choose_sgd(poptorch.optim, loss_scaling=scale, **settings))
+        assert_weights_close(result, train_with_pytorch(choose_sgd(torch.optim)))
+        state = result._optimizer.state_dict()["ipu_state"]
+        assert {name[: len(prefix)] for name in state} == {prefix}
+        velocities.append(state[f"{prefix}a.weight"])
+    assert torch.allclose(velocities[1], velocities[0] * 64, atol=1e-3)
 
 
 def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(poptorch: Any) -> None:
@@ -414,9 +367,11 @@ def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(popt
     )
     state["Accl1___a.weight"] = state["Accl1___a.weight"].half()
     optimizer.load_state_dict({**optimizer.state_dict(), "ipu_state": state})
-    assert_raises_with(
-        poptorch._errors.DoubleRefuses, "Accl1___a.weight", lambda: result.setOptimizer(optimizer)
-    )
+    refuses = poptorch._errors.DoubleRefuses
+    assert_raises_with(refuses, "Accl1___a.weight", lambda: result.setOptimizer(optimizer))
+    # a constant of the compiled optimizer does not change
+    optimizer.variable_attrs.markAsConstant("momentum")
+    assert_raises_with(None, "momentum", lambda: result.setOptimizer(optimizer))
 
 
 @pytest.mark.parametrize("optimizer, error, message", [
@@ -429,20 +384,10 @@ def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(popt
 def test_unsupported_optimizers_are_refused(
     poptorch: Any, optimizer: Any, error: Any, message: str
 ) -> None:
-    assert_raises_with(
-        error,
-        message,
-        lambda: make_training_model(poptorch, optimizer=lambda ps: optimizer(poptorch, ps)),
-    )
+    def make() -> Any:
+        return make_training_model(poptorch, optimizer=lambda ps: optimizer(poptorch, ps))
 
-
-def test_constants_of_a_compiled_optimizer_do_not_change(poptorch: Any) -> None:
-    result = run_updates(poptorch, choose_sgd(poptorch.optim), 1)
-    optimizer = result._optimizer
-    optimizer.param_groups[0]["lr"] = 0.2
-    result.setOptimizer(optimizer)
-    optimizer.variable_attrs.markAsConstant("momentum")
-    assert_raises_with(poptorch.Error, "momentum", lambda: result.setOptimizer(optimizer))
+    assert_raises_with(error, message, make)
 
 
 # ---- weights and devices
@@ -477,46 +422,35 @@ def test_devices_are_attached_and_released(poptorch: Any, monkeypatch: Any) -> N
     result = make_training_model(poptorch, make_blocks("A", "B", "B"), build_options(poptorch))
     inference = poptorch.inferenceModel(FunctionModel(forward_plainly))
     result(*draw_labeled_samples(8))
-    assert_raises_with(
-        poptorch.Error, "Failed to acquire 1 IPU(s)", lambda: inference(draw_labeled_samples(2)[0])
-    )
+    x = draw_labeled_samples(2)[0]
+    assert_raises_with(None, "Failed to acquire 1 IPU(s)", lambda: inference(x))
     result.detachFromDevice()
-    inference(draw_labeled_samples(2)[0])
-    assert_raises_with(poptorch.Error, "Failed to acquire 2 IPU(s)", result.attachToDevice)
+    inference(x)
+    assert_raises_with(None, "Failed to acquire 2 IPU(s)", result.attachToDevice)
     inference.destroy()
     result.attachToDevice()
-    assert_raises_with(poptorch.Error, "Device is already attached", result.attachToDevice)
+    assert_raises_with(None, "Device is already attached", result.attachToDevice)
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "0")
-    assert_raises_with(
-        poptorch.Error,
-        "No IPU detected",
-        lambda: poptorch.inferenceModel(FunctionModel(forward_plainly))(draw_labeled_samples(2)[0]),
-    )
+    other = poptorch.inferenceModel(FunctionModel(forward_plainly))
+    assert_raises_with(None, "No IPU detected", lambda: other(x))
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda o: o.useIpuId(1), "targeting a specific id"),
-    (lambda o: o.logCycleCount(True), "only supported on actual IPU hardware"),
-    (lambda o: o.useIpuModel(True), "cannot be used if the IPU model"),
-])  # fmt: skip
-def test_an_offline_target_compiles_and_does_not_run(
-    poptorch: Any, change: Any, message: str
-) -> None:
+def test_an_offline_target_compiles_and_does_not_run(poptorch: Any) -> None:
     """CompilerImpl.cpp: an offline target accepts neither a device's id nor a cycle counter."""
+    batch = draw_labeled_samples(2)
     result = make_training_model(poptorch, options=poptorch.Options().useOfflineIpuTarget(2))
-    result.compile(*draw_labeled_samples(2))
-    assert_raises_with(
-        AssertionError,
-        "Trying to run a model on an offline device",
-        lambda: result(*draw_labeled_samples(2)),
-    )
-    options = poptorch.Options().useOfflineIpuTarget(2)
-    change(options)
-    assert_raises_with(
-        poptorch.Error,
-        message,
-        lambda: make_training_model(poptorch, options=options).compile(*draw_labeled_samples(2)),
-    )
+    result.compile(*batch)
+    line = "Trying to run a model on an offline device"
+    assert_raises_with(AssertionError, line, lambda: result(*batch))
+    for name, value, message in (
+        ("useIpuId", 1, "targeting a specific id"),
+        ("logCycleCount", True, "only supported on actual IPU hardware"),
+        ("useIpuModel", True, "cannot be used if the IPU model"),
+    ):
+        options = poptorch.Options().useOfflineIpuTarget(2)
+        getattr(options, name)(value)
+        other = make_training_model(poptorch, options=options)
+        assert_raises_with(None, message, lambda run=other: run.compile(*batch))
 
 
 def test_an_ordered_fault_loses_the_device(poptorch: Any, monkeypatch: Any) -> None:

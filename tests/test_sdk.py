@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ipu_pipe.backends.ipu.sdk import inspect_file, list_user_files, predict_refusals, read_list
+from ipu_pipe.backends.ipu.sdk import inspect_file, list_user_files, predict_refusals
+from models.transformer import transformer_lm, transformer_translation
 from tests.support.runs import ROOT
 
 X = torch.rand(2, 4, 8, 8)
@@ -46,27 +47,21 @@ def foresee(model: nn.Module, x: Any = X, loss: Any = None, y: Any = None) -> Li
 
 
 @pytest.mark.parametrize("function, operation", [
-    (lambda m, x: torch.fft.fft2(x).abs(), "fft_fft2 (aten::_fft"),
-    (lambda m, x: torch.special.bessel_j0(x), "special_bessel_j0 (aten::special_bessel_j0)"),
-    (lambda m, x: torch.nan_to_num(x), "nan_to_num (aten::nan_to_num)"),
-    (lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True), "with is_causal (aten::tril)"),
-    (lambda m, x: torch.tril(x), "tril (aten::tril)"),
+    (lambda m, x: torch.fft.fft2(x).abs(), r"fft_fft2 \(aten::_fft"),
+    (lambda m, x: torch.special.bessel_j0(x), r"special_bessel_j0 \(aten::special_bessel_j0\)"),
+    (lambda m, x: torch.nan_to_num(x), r"nan_to_num \(aten::nan_to_num\)"),
+    (lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+     r"(scaled_dot_product_attention )?with is_causal \(aten::tril\)"),
+    (lambda m, x: torch.tril(x), r"tril \(aten::tril\)"),
 ])  # fmt: skip
 def test_an_operation_without_a_handler_is_named_with_its_module_and_line(
     function: Any, operation: str
 ) -> None:
     faults = foresee(nn.Sequential(nn.ReLU(), Apply(function)))
-    assert any(
-        f"model: 1: {operation}" in fault.replace("scaled_dot_product_attention ", "")
-        for fault in faults
-    )
+    assert any(re.match(f"model: 1: {operation}", fault) for fault in faults), faults
     assert all(re.search(r"test_sdk\.py:\d+: PopTorch 3.4", fault) for fault in faults)
-
-
-def test_an_operation_is_found_by_shapes_alone() -> None:
-    model = nn.Sequential(nn.Conv2d(4, 4, 3), Apply(lambda m, x: torch.special.bessel_j0(x)))
-    (fault,) = foresee(model.to("meta"), X.to("meta"))
-    assert fault.startswith("model: 1: special_bessel_j0")
+    if "bessel" in operation:  # shapes alone are enough
+        assert len(foresee(Apply(function).to("meta"), X.to("meta"))) == 1
 
 
 @pytest.mark.parametrize("layer", [
@@ -118,11 +113,16 @@ def test_a_loss_is_looked_at_too() -> None:
     assert any(fault.startswith("loss: huber_loss (aten::huber_loss)") for fault in faults)
 
 
-def test_a_recurrent_layer_of_several_layers_is_named() -> None:
+def test_layers_are_named_where_they_are_several_and_transformers_are_accepted() -> None:
     deep = nn.Sequential(
         nn.Flatten(2), nn.LSTM(64, 4, bidirectional=True), Apply(lambda m, x: x[0])
     )
     assert [fault.split(":")[:2] for fault in foresee(deep)] == [["model", " 1"]]
+    sizes: Any = {"width": 16, "heads": 2, "dropout": 0.0}
+    tokens = torch.randint(1, 9, (2, 7), generator=torch.Generator().manual_seed(0))
+    translation = transformer_translation(9, 9, layers=1, feedforward=8, **sizes)
+    assert foresee(transformer_lm(9, blocks=1, context=8, **sizes), tokens) == []
+    assert foresee(translation, torch.stack((tokens, tokens), 1)) == []
 
 
 # ---- files
@@ -171,16 +171,3 @@ def test_the_files_of_a_model_and_those_that_they_import_are_read(
 def test_our_own_models_are_readable_on_a_pod() -> None:
     files = [*(ROOT / "models").glob("*.py")]
     assert len(files) > 7 and not any(map(inspect_file, files))
-
-
-def test_the_list_of_newer_names_is_that_of_this_torch() -> None:
-    def has(name: str) -> bool:
-        value: Any = sys.modules["torch"]
-        for part in name.split(".")[1:]:
-            value = getattr(value, part, None)
-        return value is not None
-
-    names = read_list("lacks")
-    assert {"torch.nn.RMSNorm", "torch.compiler"} <= names and "torch.nn.LayerNorm" not in names
-    if torch.__version__.startswith("2.0.1"):
-        assert not any(map(has, names))

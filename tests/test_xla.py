@@ -78,31 +78,32 @@ def test_all_slots_train_to_the_emulators_weights() -> None:
 
 
 @pytest.mark.slow
-def test_slots_after_a_drain_need_no_other_program() -> None:
-    for case, result in run_cases("drain_slots", "accumulated").items():
-        assert result["links"] and result["programs"] == 1, (case, result)
-
-
-@pytest.mark.slow
 def test_four_devices_train_to_the_emulators_weights_in_single_precision() -> None:
-    for case, result in run_cases("compare_float32", "gpipe", "pipelined_backprop").items():
+    for case, result in run_cases("compare_float32", "pipelined_backprop").items():
         # beyond double precision's differences, so that it is single precision
         assert 1e-9 < result["weights"] < 2e-6, (case, result)
 
 
 @pytest.mark.slow
 def test_loops_train_to_the_emulators_weights() -> None:
-    """ResNets with both norms and Transformers with dropout, in a loop of the caller's own."""
-    assert_within(run_cases("compare_loop"), 1e-12)
+    """Positions, masks, states and dropout of models of ours, Hugging Face's, timm's and torch's."""
+    for case, result in run_cases("compare_loop").items():
+        # a Llama computes its norms and positions in float32, whatever its weights are
+        assert max(result.values()) < (1e-6 if case == "llama" else 1e-12), (case, result)
 
 
 @pytest.mark.slow
-def test_everyday_models_train_to_the_emulators_weights() -> None:
-    """Positions, masks and states that Hugging Face's, timm's and torch's models make or keep."""
-    for case, result in run_cases("compare_everyday").items():
-        # a Llama computes its norms and positions in float32, whatever its weights are
-        bound = 1e-6 if "llama" in case else 1e-12
-        assert max(result.values()) < bound, (case, result)
+def test_a_run_goes_on_with_the_same_numbers_and_on_xla_with_the_same_bits() -> None:
+    for case, result in run_cases("go_on").items():
+        bound = 1e-12 if "emulator" in case else 0
+        assert result["state"] <= bound and result["losses"] <= bound, (case, result)
+        assert result["moved"] > 1e-6, (case, result)
+
+
+@pytest.mark.slow
+def test_slots_after_a_drain_need_no_other_program() -> None:
+    for case, result in run_cases("drain_slots", "accumulated").items():
+        assert result["links"] and result["programs"] == 1, (case, result)
 
 
 @pytest.mark.slow
@@ -123,19 +124,6 @@ def test_the_report_counts_the_old_versions_that_are_alive() -> None:
         assert result["report"] == result["alive"], (case, result)
         if case in UNCORRECTED:
             assert result["report"] == result["table"], (case, result)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("work", ["resume", "resume_on_one", "resume_slots"])
-def test_a_run_resumes_bit_for_bit(work: str) -> None:
-    for case, result in run_cases(work, "pipemare").items():
-        assert result["state"] == 0 and result["losses"] and result["moved"] > 1e-6, (case, result)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("work", ["move", "move_slots"])
-def test_a_run_goes_on_another_backend_with_the_same_numbers(work: str) -> None:
-    assert_within(run_cases(work, "pipemare"), 1e-12)
 
 
 @pytest.mark.slow
@@ -164,7 +152,8 @@ def test_a_trace_says_when_each_action_ran(tmp_path: Path) -> None:
         (["method=local_greedy"], "method: local_greedy: xla has one loss"),
         (["method=local_sgd"], "method: local_sgd: xla has one replica"),
         (["method=randomized_pipedream"], "method: randomized_pipedream: xla runs pipelines"),
-        (["clip={norm: 1.0, scope: stage}"], "clip.scope: stage: xla does not clip"),
+        # Story: a second line proposed a scope of the clip, which xla refuses as well.
+        (["clip={norm: 1.0}"], "clip.scope: global: xla does not clip: use backend.name: emulator"),
         (["replicas=2"], "replicas"),
         (["optimizer={name: torch.optim.RMSprop}"], "optimizer.name"),
         (["precision=bfloat16"], "precision"),
@@ -192,6 +181,7 @@ def test_what_xla_does_not_support_is_refused(settings: list, key: str) -> None:
     with pytest.raises(BadInput) as caught:
         build(load_config(DIGITS, ["backend.name=xla", *settings]))
     assert any(fault.startswith(key) for fault in caught.value.faults), caught.value.faults
+    assert "clip" not in key or len(caught.value.faults) == 1
 
 
 def test_a_device_that_is_only_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,15 +199,6 @@ def test_a_device_that_is_only_described_is_refused(monkeypatch: pytest.MonkeyPa
     assert measure(devices[0]) > 0.1
     with pytest.raises(BadInput, match="backend.platform: tt: the first device multiplies wrong"):
         build(load_config(DIGITS, settings[:2]))
-
-
-def test_a_refused_clip_is_one_line() -> None:
-    """Story: a second line proposed a scope of the clip, which xla refuses as well."""
-    with pytest.raises(BadInput) as caught:
-        build(load_config(DIGITS, ["backend.name=xla", "clip={norm: 1.0}"]))
-    assert caught.value.faults == [
-        "clip.scope: global: xla does not clip: use backend.name: emulator or distributed"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
+from contextlib import nullcontext
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import pytest
@@ -99,16 +100,6 @@ def stop_gradient(m: Any, x: torch.Tensor) -> Any:
 # ---- losses
 
 
-class Weighted:
-    """A loss that is an object."""
-
-    def __init__(self) -> None:
-        self.weight = WEIGHTS.clone()
-
-    def __call__(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(output, y, weight=self.weight)
-
-
 class Centered(nn.Module):
     """A loss with a moving center."""
 
@@ -127,17 +118,15 @@ def close_over() -> Any:
     return lambda output, y: F.cross_entropy(output, y, weight=weight)
 
 
-def bind() -> Any:
-    """Return a loss whose class weights are bound."""
-    return functools.partial(F.cross_entropy, weight=WEIGHTS.clone())
-
-
 class Case(NamedTuple):
-    """A model, a loss, and a change by the caller after three steps."""
+    """A model, a loss, and a change by the caller after three steps: between calls, or in
+    `whole_model`. It is equal up to `bound`."""
 
     make: Callable[[], nn.Module]
-    make_loss: Callable[[], Any]
-    change: Optional[Callable[[nn.Module, Any], Any]] = None
+    make_loss: Callable[[], Any] = lambda: F.cross_entropy
+    change: Optional[Callable[[Any, Any], Any]] = None
+    is_inside: bool = False
+    bound: float = 1e-12
 
 
 def make_plain() -> nn.Module:
@@ -153,43 +142,56 @@ def make_memory() -> nn.Module:
     return make_three_stages(keep_mean, scale=torch.zeros(WIDTH, dtype=torch.float64))
 
 
-def freeze() -> nn.Module:
-    model = make_plain()
-    model[1].requires_grad_(False)  # type: ignore[index]
+def make_single() -> nn.Module:
+    """Return a model in float32, whose sums in double precision are exact."""
+    model: Any = make_plain().float()
+    model[0] = Composed(lambda m, x: m.inner(x.float()), inner=nn.Linear(WIDTH, WIDTH))
     return model
 
 
-def take_plain() -> Any:
-    return F.cross_entropy
+def flip_rows(model: Any, loss: Any) -> None:
+    weight = model[1].inner.weight.data
+    weight.copy_(weight.flip(0))
+
+
+def double_scale(model: Any, loss: Any) -> None:
+    model[1].scale = model[1].scale * 2
 
 
 CASES: Dict[str, Case] = {
-    "masks made in the forward": Case(lambda: make_three_stages(make_masks), take_plain),
-    "attributes": Case(make_attributes, take_plain),
+    "masks made in the forward": Case(lambda: make_three_stages(make_masks)),
     "kept state": Case(make_memory, Centered),
-    "no gradient": Case(lambda: make_three_stages(stop_gradient), take_plain),
-    "frozen": Case(freeze, take_plain),
-    "class weights": Case(make_plain, lambda: nn.CrossEntropyLoss(WEIGHTS.clone())),
-    "object": Case(make_plain, Weighted),
-    "attribute replaced": Case(
-        make_attributes, take_plain, lambda m, _: setattr(m[1], "scale", m[1].scale * 2)
-    ),
-    "attribute written": Case(make_attributes, take_plain, lambda m, _: m[1].table["x"].mul_(2)),
+    "no gradient": Case(lambda: make_three_stages(stop_gradient)),
+    "attribute replaced": Case(make_attributes, change=double_scale),
+    "attribute written": Case(make_attributes, change=lambda m, _: m[1].table["x"].mul_(2)),
     "closure written": Case(
         make_plain, close_over, lambda _, loss: loss.__closure__[0].cell_contents.copy_(OTHERS)
     ),
     "argument replaced": Case(
-        make_plain, bind, lambda _, loss: loss.keywords.update(weight=OTHERS)
+        make_plain,
+        lambda: functools.partial(F.cross_entropy, weight=WEIGHTS.clone()),
+        lambda _, loss: loss.keywords.update(weight=OTHERS),
     ),
     "object's weight replaced": Case(
-        make_plain, Weighted, lambda _, loss: setattr(loss, "weight", OTHERS)
+        make_plain,
+        lambda: nn.CrossEntropyLoss(WEIGHTS.clone()),
+        lambda _, loss: loss.weight.copy_(OTHERS),
+    ),
+    "attribute, inside": Case(make_attributes, Centered, double_scale, True),
+    "state, inside": Case(make_memory, Centered, lambda m, _: m[1].scale.zero_(), True),
+    "the loss's state, inside": Case(
+        make_plain, Centered, lambda _, loss: loss.center.fill_(2), True
+    ),
+    # Story: sums of each weight were compared, which its rows in another order do not change.
+    "rows in another order, inside": Case(
+        make_single, change=flip_rows, is_inside=True, bound=1e-5
     ),
 }
 QUICK = ("kept state", "no gradient", "closure written")
 
 
-def train_xla_case(case: Case, backend: str, is_inside: bool = False) -> List[torch.Tensor]:
-    """Train five steps; return losses and weights. `is_inside`: the change is made in `whole_model`."""
+def train_xla_case(case: Case, backend: str) -> List[torch.Tensor]:
+    """Train five steps; return losses and weights."""
     torch.manual_seed(0)
     model, loss = case.make(), case.make_loss()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=0.1)
@@ -197,12 +199,10 @@ def train_xla_case(case: Case, backend: str, is_inside: bool = False) -> List[to
     losses = []
     with ipu_pipe.Pipeline(model, loss, optimizer, "pipedream", **settings) as pipe:
         for i in range(STEPS):
-            if i == 3 and case.change is not None and is_inside:
-                with pipe.whole_model():
+            if i == 3 and case.change is not None:
+                losses += [] if case.is_inside else pipe.drain()
+                with pipe.whole_model() if case.is_inside else nullcontext():
                     case.change(model, loss)
-            elif i == 3 and case.change is not None:
-                losses += pipe.drain()
-                case.change(model, loss)
             losses += pipe.step(*draw_rows())
         losses += pipe.drain()
     tensors = [t.clone() for t in model.state_dict().values()]
@@ -219,45 +219,9 @@ def measure_gap(a: List[torch.Tensor], b: List[torch.Tensor]) -> float:
 def test_xla_trains_as_the_emulator(name: str) -> None:
     case = CASES[name]
     expected = train_xla_case(case, "emulator")
-    assert measure_gap(expected, train_xla_case(case, "xla")) < 1e-12
+    assert measure_gap(expected, train_xla_case(case, "xla")) < case.bound
     if case.change is not None:
         assert measure_gap(expected, train_xla_case(case._replace(change=None), "emulator")) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        (make_attributes, lambda m, _: setattr(m[1], "scale", m[1].scale * 2)),
-        (make_memory, lambda m, _: m[1].scale.zero_()),
-        (make_plain, lambda _, loss: loss.center.fill_(2)),
-    ],
-)
-def test_a_change_inside_whole_model_is_taken_over(make: Any, change: Any) -> None:
-    case = Case(make, Centered, change)
-    assert (
-        measure_gap(train_xla_case(case, "emulator", True), train_xla_case(case, "xla", True))
-        < 1e-12
-    )
-
-
-@pytest.mark.slow
-def test_rows_in_another_order_inside_whole_model_are_taken_over() -> None:
-    """Story: sums of each weight were compared, which its rows in another order do not change."""
-
-    def make() -> nn.Module:
-        # in float32, whose sums in double precision are exact
-        model = make_plain().float()
-        model[0] = Composed(lambda m, x: m.inner(x.float()), inner=nn.Linear(WIDTH, WIDTH))  # type: ignore[operator]
-        return model
-
-    def flip_rows(model: Any, loss: Any) -> None:
-        weight = model[1].inner.weight.data
-        weight.copy_(weight.flip(0))
-
-    case = Case(make, take_plain, flip_rows)
-    expected = train_xla_case(case, "emulator", True)
-    assert measure_gap(expected, train_xla_case(case, "xla", True)) < 1e-5
 
 
 @pytest.mark.slow
@@ -268,28 +232,16 @@ def test_a_change_of_what_the_devices_change_is_refused_elsewhere() -> None:
         train_xla_case(case, "xla")
 
 
-REFUSED: Dict[str, Any] = {
-    "global": (
-        lambda: make_three_stages(read_global),
-        r"1 \(aten.mul.Tensor at .*test_xla_values.py:\d+",
-    ),
-    "branch": (
-        lambda: make_three_stages(branch_on_sum),
-        r"1, .*test_xla_values.py:\d+: .*values of a tensor",
-    ),
-    "counter": (lambda: make_three_stages(count_xla_calls, calls=0), r"1\.calls: "),
-    "from None": (
-        lambda: make_three_stages(keep_first, kept=None),
-        r"\(1\.kept\): keep it in a buffer",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_refusal_names_module_and_line(name: str) -> None:
-    make, line = REFUSED[name]
+@pytest.mark.parametrize("forward, values, line", [
+    (read_global, {}, r"1 \(aten.mul.Tensor at .*test_xla_values.py:\d+"),
+    (branch_on_sum, {}, r"1, .*test_xla_values.py:\d+: .*values of a tensor"),
+    (count_xla_calls, {"calls": 0}, r"1\.calls: "),
+    (keep_first, {"kept": None}, r"\(1\.kept\): keep it in a buffer"),
+], ids=["global", "branch", "counter", "from None"])  # fmt: skip
+def test_a_refusal_names_module_and_line(forward: Any, values: Any, line: str) -> None:
+    model = make_three_stages(forward, **values)
     with pytest.raises(BadInput, match=r"model: stage 1.*" + line) as caught:
-        trace_stages(make(), ["1", "3"], draw_rows(), F.cross_entropy)
+        trace_stages(model, ["1", "3"], draw_rows(), F.cross_entropy)
     assert len(caught.value.faults) == 1 and "\n" not in caught.value.faults[0]
 
 

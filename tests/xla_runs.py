@@ -12,7 +12,7 @@ import sys
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import torch
 from torch.nn import functional as F
@@ -50,10 +50,8 @@ CASES: Dict[str, List[str]] = {
 # of methods whose slots can be programs: name -> settings
 _PB = "method=pipelined_backprop"
 SLOT_CASES: Dict[str, List[str]] = {
-    "plain": [_PB],
     "accumulated": [_PB, "gradient_accumulation=4", SGD],
     "rules": [*CASES["pipelined_backprop"], "gradient_accumulation=1"],
-    "predicted": [_PB, "method_args={weight_prediction: {form: velocity}}", SGD],
     "by_difference": [_PB, "method_args={weight_prediction: {form: difference}}", SGD],
     "spectrain": CASES["spectrain"],
     "cosine": [_PB, "lr_schedule={name: cosine}", SGD],
@@ -90,39 +88,36 @@ def measure_state_distance(a: Dict[str, Any], b: Dict[str, Any]) -> float:
 
 def compare_short(settings: List[str]) -> Dict[str, Any]:
     """Return how far two devices are from the emulator, as a share of the weights' movement."""
-    return _compare([*settings, "stages=2"], "backend.name=xla", "backend.devices=2")[0]
+    return _compare([*settings, "stages=2"], "backend.name=xla", "backend.devices=2")
 
 
 def compare(settings: List[str]) -> Dict[str, Any]:
     """Compare four devices with the emulator, and with one device."""
-    distances, state = _compare(settings, *XLA)
-    _, alone, _ = train(settings, *ONE)
-    same = all(torch.equal(t, alone.model[name]) for name, t in state.model.items())
-    return {**distances, "one_device": same}
+    four, alone = _compare(settings, *XLA), _compare(settings, *ONE)
+    return {**four, "one_device": four == alone}
 
 
-def _compare(settings: List[str], *others: str) -> Tuple[Dict[str, Any], Any]:
+def _compare(settings: List[str], *others: str) -> Dict[str, Any]:
     first, expected, losses = train(settings)
     _, state, xla_losses = train(settings, *others)
     pairs = [(expected.model[name], state.model[name], first[name]) for name in first]
     difference = sum(float((a - b).square().sum()) for a, b, _ in pairs) ** 0.5
     movement = sum(float((a - c).square().sum()) for a, _, c in pairs) ** 0.5
-    distances = {
+    return {
         "weights": difference / movement,
         "losses": max(abs(a - b) for a, b in zip(losses, xla_losses)),
         "optimizer": measure_state_distance(expected.optimizer, state.optimizer),
     }
-    return distances, state
 
 
 def compare_slots(settings: List[str]) -> Dict[str, Any]:
     """Compare programs of whole slots with the emulator."""
-    return _compare(settings, *SLOT)[0]
+    return _compare(settings, *SLOT)
 
 
 def compare_float32(settings: List[str]) -> Dict[str, Any]:
     """Compare four devices with the emulator in single precision."""
-    return _compare([*settings, "precision=float32"], *XLA)[0]
+    return _compare([*settings, "precision=float32"], *XLA)
 
 
 def count_versions(settings: List[str]) -> Dict[str, Any]:
@@ -187,71 +182,51 @@ def _list_arrays(stage: Any) -> List[Any]:
     return [*stage.weights, *(x for one in states for x in one.values())]
 
 
-def train_cut_run(settings: List[str], folder: Path, first: List[str], then: List[str]) -> Path:
-    """Train a run on the backend `first`, cut it off after half of its updates, and resume it on
-    the backend `then`. Return its folder; the whole run is `folder`/whole.
+class Cut(NamedTuple):
+    """A run that begins on one backend and goes on, from its half, on another; `method`: of `CASES`."""
+
+    first: List[str]
+    then: List[str]
+    method: str = "pipemare"
+
+
+CUTS = {
+    "four": Cut(XLA, XLA),
+    "one_after_four": Cut(XLA, ONE),
+    "slots": Cut(SLOT, SLOT),
+    "to_emulator": Cut(XLA, []),
+    "from_emulator": Cut([], XLA),
+    "slots_to_emulator": Cut(SLOT, []),
+    "slots_from_emulator": Cut([], SLOT),
+}
+
+
+def go_on(cut: Cut) -> Dict[str, Any]:
+    """Cut a run off after half of its updates and resume it. Return how far it is from the whole
+    run, and how far the whole run moved since.
     """
     half = STEPS // 2
-    common = [*COMMON, *settings, f"checkpoint.every={half}", "checkpoint.keep=9", "log.every=1"]
-    whole = folder / "whole"
-    run.train(load_config(DIGITS, [*common, *first]), whole, quiet=True)
-    cut = folder / "cut"
-    shutil.copytree(whole, cut)
-    shutil.rmtree(find_checkpoint(cut, STEPS))
-    (cut / "summary.json").unlink()
-    run.train(load_config(DIGITS, [*common, *then]), cut, resume=True, quiet=True)
-    return cut
-
-
-def _resume(settings: List[str], first: List[str], then: List[str]) -> Dict[str, Any]:
-    """Return whether a run that is resumed has the bits of one that was not cut off."""
+    settings = [
+        *COMMON,
+        *CASES[cut.method],
+        f"checkpoint.every={half}",
+        "checkpoint.keep=9",
+        "log.every=1",
+    ]
     with tempfile.TemporaryDirectory() as name:
-        cut = train_cut_run(settings, Path(name), first, then)
-        a = read_state(Path(name) / "whole")
-        b = read_state(cut)
-        losses = [read_column(path, "train_loss") for path in (Path(name) / "whole", cut)]
-        middle = measure_state_distance(a, read_state(cut, STEPS // 2))
-    return {
-        "state": measure_state_distance(a, b),
-        "losses": losses[0] == losses[1],
-        "moved": middle,
-    }
-
-
-def resume(settings: List[str]) -> Dict[str, Any]:
-    """Resume on four devices."""
-    return _resume(settings, XLA, XLA)
-
-
-def resume_on_one(settings: List[str]) -> Dict[str, Any]:
-    """Resume on one device what four devices began."""
-    return _resume(settings, XLA, ONE)
-
-
-def resume_slots(settings: List[str]) -> Dict[str, Any]:
-    """Resume programs of whole slots."""
-    return _resume(settings, SLOT, SLOT)
-
-
-def move(settings: List[str]) -> Dict[str, Any]:
-    """Return how far a run that goes from xla to the emulator, and back, is from the emulator's."""
-    return _move(settings, XLA)
-
-
-def move_slots(settings: List[str]) -> Dict[str, Any]:
-    """Do so with programs of whole slots."""
-    return _move(settings, SLOT)
-
-
-def _move(settings: List[str], on_xla: List[str]) -> Dict[str, Any]:
-    results = {}
-    for name, (first, then) in {"to_emulator": (on_xla, []), "to_xla": ([], on_xla)}.items():
-        with tempfile.TemporaryDirectory() as folder:
-            cut = train_cut_run(settings, Path(folder), first, then)
-            results[name] = measure_state_distance(
-                read_state(Path(folder) / "whole"), read_state(cut)
-            )
-    return results
+        whole, resumed = Path(name) / "whole", Path(name) / "cut"
+        run.train(load_config(DIGITS, [*settings, *cut.first]), whole, quiet=True)
+        shutil.copytree(whole, resumed)
+        shutil.rmtree(find_checkpoint(resumed, STEPS))
+        (resumed / "summary.json").unlink()
+        run.train(load_config(DIGITS, [*settings, *cut.then]), resumed, resume=True, quiet=True)
+        end = read_state(whole)
+        losses = [read_column(path, "train_loss") for path in (whole, resumed)]
+        return {
+            "state": measure_state_distance(end, read_state(resumed)),
+            "losses": max(abs(a - b) for a, b in zip(*losses)),
+            "moved": measure_state_distance(end, read_state(resumed, half)),
+        }
 
 
 # ---- loops of a caller's own
@@ -266,12 +241,7 @@ class Loop(NamedTuple):
     settings: Dict[str, Any]
 
 
-def _draw_images() -> Tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(8, 3, 16, 16, dtype=torch.float64), torch.randint(0, 10, (8,))
-
-
-def _draw_tokens() -> Tuple[torch.Tensor, torch.Tensor]:
-    return torch.randint(0, 20, (8, 8)), torch.randint(0, 20, (8, 8))
+WORDS, CLASSES = 50, 5
 
 
 def _make_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -280,40 +250,6 @@ def _make_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def _make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-3)
-
-
-def _make_lm() -> torch.nn.Module:
-    return transformer_lm(20, width=16, heads=2, blocks=4, context=8, dropout=0.2)
-
-
-def _list_loops() -> Iterator[Tuple[str, Loop]]:
-    four = {"backend_args": {"devices": 4}, "stages": 4, "microbatches": 4}
-    slots = {"backend_args": {"devices": 1, "program": "slot"}, "stages": 6, "microbatches": 1}
-    for norm, methods in {
-        "batch": ("gpipe", "pipemare"),
-        "group": ("pipedream", "pipelined_backprop"),
-    }.items():
-        for method in methods:
-            yield (
-                f"resnet20_{norm}_{method}",
-                Loop(
-                    lambda norm=norm: preact_resnet20(norm=norm),
-                    _draw_images,
-                    _make_sgd,
-                    {**four, "method": method},
-                ),
-            )
-    for method in ("pipedream_2bw", "pipemare"):
-        loop = Loop(_make_lm, _draw_tokens, _make_adamw, {**four, "method": method})
-        yield f"transformer_{method}", loop
-    settings = {**slots, "method": "pipelined_backprop"}
-    yield "transformer_slots", Loop(_make_lm, _draw_tokens, _make_adamw, settings)
-
-
-LOOPS = dict(_list_loops())
-
-
-WORDS, CLASSES = 50, 5
 
 
 class Lstm(torch.nn.Module):
@@ -357,20 +293,39 @@ def _make_gpt2() -> torch.nn.Module:
     return _make_third_party("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
 
-EVERYDAY: Dict[str, Loop] = {
-    f"{name}_{method}": Loop(
-        make,
-        draw,
-        _make_sgd,
-        {"backend_args": {}, "stages": 3, "microbatches": 4, "method": method},
-    )
-    for name, make, draw in [
-        ("gpt2", _make_gpt2, _draw_text),
-        ("llama", lambda: _make_third_party("llama"), _draw_text),
-        ("lstm", Lstm, _draw_classes),
-        ("timm_resnet", lambda: _make_third_party("timm_resnet"), _draw_photos),
+def _make_lm() -> torch.nn.Module:
+    return transformer_lm(WORDS, width=16, heads=2, blocks=4, context=8, dropout=0.2)
+
+
+_THREE = {"backend_args": {}, "stages": 3, "microbatches": 4}
+_FOUR = {"backend_args": {"devices": 4}, "stages": 4, "microbatches": 4}
+_SLOTS = {"backend_args": {"devices": 1, "program": "slot"}, "stages": 6, "microbatches": 1}
+LOOPS: Dict[str, Loop] = {
+    name: Loop(make, draw, make_optimizer, {**settings, "method": method})
+    for name, make, draw, make_optimizer, settings, method in [
+        # first, since jax begins with the devices of the first loop
+        (
+            "resnet20",
+            lambda: preact_resnet20(norm="batch"),
+            _draw_photos,
+            _make_sgd,
+            _FOUR,
+            "pipemare",
+        ),
+        ("transformer", _make_lm, _draw_text, _make_adamw, _FOUR, "pipedream_2bw"),
+        ("gpt2", _make_gpt2, _draw_text, _make_sgd, _THREE, "pipedream_2bw"),
+        ("llama", lambda: _make_third_party("llama"), _draw_text, _make_sgd, _THREE, "gpipe"),
+        ("lstm", Lstm, _draw_classes, _make_sgd, _THREE, "pipedream"),
+        (
+            "timm_resnet",
+            lambda: _make_third_party("timm_resnet"),
+            _draw_photos,
+            _make_sgd,
+            _THREE,
+            "pipedream",
+        ),
+        ("transformer_slots", _make_lm, _draw_text, _make_adamw, _SLOTS, "pipelined_backprop"),
     ]
-    for method in ("gpipe", "pipedream", "pipedream_2bw")
 }
 
 
@@ -406,19 +361,12 @@ def compare_loop(loop: Loop) -> Dict[str, Any]:
     }
 
 
-def compare_everyday(loop: Loop) -> Dict[str, Any]:
-    """Compare a loop of another library's model."""
-    return compare_loop(loop)
-
-
 # work -> the table of its cases
 WORK: Dict[Callable[..., Dict[str, Any]], Dict[str, Any]] = {
-    **dict.fromkeys((compare_short, compare, compare_float32), CASES),
-    count_versions: CASES,
-    **dict.fromkeys((resume, resume_on_one, move), CASES),
-    **dict.fromkeys((compare_slots, drain_slots, resume_slots, move_slots), SLOT_CASES),
+    **dict.fromkeys((compare_short, compare, compare_float32, count_versions), CASES),
+    **dict.fromkeys((compare_slots, drain_slots), SLOT_CASES),
+    go_on: CUTS,
     compare_loop: LOOPS,
-    compare_everyday: EVERYDAY,
 }
 
 if __name__ == "__main__":

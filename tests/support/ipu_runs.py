@@ -16,6 +16,7 @@ from ipu_pipe.data.sources import TensorData
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests.staged_models import MODELS, TIED, SkippingModel, join_stages
+from tests.support.models import Versioned
 from tests.support.runs import ROOT
 
 PODS = sorted((ROOT / "configs" / "pod").glob("*pod*.yaml"))
@@ -56,8 +57,9 @@ def make_ipu_model(name: str) -> nn.Module:
     """Return a model of tests.staged_models, or two layers in two stages, with fixed weights."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        if name == "two":
-            return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
+        if name in ("two", "versioned"):
+            kind = nn.Sequential if name == "two" else Versioned
+            return kind(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
         return SkippingModel() if name == "skipping" else join_stages({**MODELS, **TIED}[name]())
 
 

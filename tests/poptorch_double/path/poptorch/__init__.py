@@ -18,7 +18,7 @@ from poptorch._executor import (  # noqa: E402, F401
 from poptorch._record import recorded  # noqa: E402, F401
 from poptorch._signatures import DATA as _DATA  # noqa: E402
 from poptorch.enums import *  # noqa: E402, F403
-from poptorch.ops import BeginBlock, Block, identity_loss, set_overlap_for_input  # noqa: E402, F401
+from poptorch.ops import BeginBlock, Block, identity_loss  # noqa: E402, F401
 from poptorch.options import Options, TensorLocationSettings  # noqa: E402, F401
 from poptorch.strategies import PipelinedExecution, ShardedExecution, Stage  # noqa: E402, F401
 

@@ -4,16 +4,14 @@ worker process (see _worker)."""
 from __future__ import annotations
 
 import atexit
-from typing import Any, Dict, Iterable, Optional, Sequence, Union
+from typing import Any, Optional
 
 import torch
-from torch.utils.data import Sampler
 
 from poptorch._errors import make_unmodelled_error
-from poptorch._signatures import follow_api
+from poptorch._signatures import API, follow_api
 from poptorch._worker import Worker
-from poptorch.enums import DataLoaderMode, SharingStrategy
-from poptorch.options import Options
+from poptorch.enums import DataLoaderMode
 
 
 class DataLoader(torch.utils.data.DataLoader):
@@ -21,36 +19,19 @@ class DataLoader(torch.utils.data.DataLoader):
     options."""
 
     @follow_api("DataLoader", unchecked=["batch_size", "dataset"])
-    def __init__(
-        self,
-        options: "Options",
-        dataset: "torch.utils.data.Dataset",
-        batch_size: int = 1,
-        shuffle: bool = None,
-        num_workers: int = 0,
-        drop_last: bool = True,
-        persistent_workers: Optional[bool] = None,
-        auto_distributed_partitioning: bool = True,
-        mode: "DataLoaderMode" = DataLoaderMode.Sync,
-        async_options: Optional[Dict[str, Any]] = None,
-        rebatched_worker_size: Optional[int] = None,
-        batch_sampler: Optional[Union[Sampler[Sequence], Iterable[Sequence]]] = None,
-        **kwargs,
-    ) -> None:
+    def __init__(self, options: Any, dataset: Any, *values: Any, **others: Any) -> None:
+        names = [param["name"] for param in API["DataLoader"]["params"]]
+        chosen = dict(zip(names[2:], values))
         self._accessor: Optional[_Accessor] = None
-        if (
-            batch_size is not None
-            or mode != DataLoaderMode.Async
-            or auto_distributed_partitioning
-            or shuffle
-        ):
+        is_whole = chosen["batch_size"] is None and chosen["mode"] == DataLoaderMode.Async
+        if not is_whole or chosen["auto_distributed_partitioning"] or chosen["shuffle"]:
             raise make_unmodelled_error(
                 "a loader other than an asynchronous one of whole calls, in order"
             )
         options._freeze()
         # torch refuses drop_last, which is PopTorch's default, beside batch_size=None
-        super().__init__(dataset, batch_size=None, shuffle=False, drop_last=drop_last)
-        self._accessor = _Accessor(self, **(async_options or {}))
+        super().__init__(dataset, batch_size=None, shuffle=False, drop_last=chosen["drop_last"])
+        self._accessor = _Accessor(self, **(chosen["async_options"] or {}))
 
     @follow_api("DataLoader.terminate")
     def terminate(self) -> None:
@@ -74,19 +55,19 @@ class _Accessor:
     @follow_api("AsynchronousDataAccessor", unchecked=["dataset"])
     def __init__(
         self,
-        dataset: Union["torch.utils.data.Dataset", DataLoader],
-        buffer_size: int = 3,
-        miss_sleep_time_in_ms: float = 0.1,
-        load_indefinitely: bool = True,
-        early_preload: bool = False,
-        sharing_strategy: "SharingStrategy" = SharingStrategy.ForkServer,
-        rebatched_size: Optional[int] = None,
+        loader: Any,
+        size: int,
+        sleep: float,
+        endless: bool,
+        early: bool,
+        strategy: Any,
+        rebatched: Any,
     ) -> None:
         self._worker: Optional[Worker] = None
-        assert buffer_size >= 1, "the ring buffer needs a place"
-        if load_indefinitely:
+        assert size >= 1, "the ring buffer needs a place"
+        if endless:
             raise make_unmodelled_error("a worker that begins anew by itself")
-        self._worker = Worker(dataset.dataset, buffer_size, sharing_strategy)
+        self._worker = Worker(loader.dataset, size, strategy)
         atexit.register(self.terminate)
 
     def terminate(self) -> None:

@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -25,88 +25,80 @@ from poptorch._program import Program
 from poptorch._record import ApiCall, Compilation, Run, recorded
 from poptorch._signatures import follow_api
 from poptorch.options import Options
-from poptorch.strategies import PipelinedExecution, ShardedExecution
 
 NO_EXECUTABLE = "Model has not been compiled or has been destroyed."
 DEFAULT_SEED = 42  # [U] of an executable whose options give none
-EVENTS = ("input", "input_complete", "output", "output_complete")
+# when the callbacks of host streams are called, as a share of the time of a microbatch
+SHARES = {"input": 0.0, "input_complete": 0.1, "output": 0.9, "output_complete": 1.0}
+# latencies: from the least or greatest time of an event to the greatest of another
+LATENCIES = {
+    "getHostIpuLatency": (min, "input", "input_complete"),
+    "getComputeLatency": (max, "input_complete", "output"),
+    "getIpuHostLatency": (min, "output", "output_complete"),
+    "getLatency": (min, "input", "output_complete"),
+}
 
 
 class PoplarExecutor:
     """The wrapped model. Made by trainingModel and inferenceModel only."""
 
     def __init__(
-        self,
-        model: Any,
-        options: Optional[Options],
-        training: bool,
-        optimizer: Any,
-        user_model: Any,
+        self, model: Any, options: Any, training: bool, optimizer: Any, user_model: Any
     ) -> None:
-        set_ = object.__setattr__
-        set_(self, "_user_model", user_model)
-        set_(self, "_model", model)
+        object.__setattr__(self, "_user_model", user_model)
+        object.__setattr__(self, "_model", model)
         self._index = recorded.executors
         recorded.executors += 1
         self._holder = next(_device.holders)
         self._training = training
         self._options = self._copy_options(options)
         self._program: Optional[Program] = None
-        self._compilation: Optional[Compilation] = None
+        self._compilation: Any = None
         self._compiled_inputs: Any = None
         self._reserved = 0
         self._is_attached = False
         self._lost: Optional[Error] = None
         self._dirty_host_weights = False
         self._host_weights_version = 0
-        self._stamps: Dict[str, List[List[float]]] = {event: [[]] for event in EVENTS}
+        self._stamps: Dict[str, List[List[float]]] = {event: [[]] for event in SHARES}
         self._cycles: Optional[int] = None
         self._profile: Optional[Tuple[Path, Path]] = None
         self._signature = inspect.signature(model.forward)
         self._optimizer: Any = None
-        self._description: Optional[_optimizers.Description] = None
-        self._optimizer_is_pending = (
-            False  # an optimizer that was set and has not reached the device
-        )
+        self._description: Any = None
+        # an optimizer that was set and has not reached the device
+        self._optimizer_is_pending = False
         if training:
             self._names = {id(p): name for name, p in user_model.named_parameters()}
             self._take_optimizer(optimizer or optim.SGD(user_model.parameters(), lr=0.01))
-            self._check_all_in_groups()
-            self._options._freeze()
+            listed = {name for group in self._description.parameters for name in group}
+            missing = [
+                n for n, p in user_model.named_parameters() if p.requires_grad and n not in listed
+            ]
+            if missing:  # [U] PopTorch trains them with the optimizer's defaults
+                raise DoubleRefuses(
+                    f"parameters in no group of the optimizer: {', '.join(missing)}"
+                )
             _wrapping.wrap(user_model, self)
         self._options._freeze()
         weakref.finalize(self, _device.release, self._holder)
 
     def _copy_options(self, options: Optional[Options]) -> Options:
         """Freeze the given options, and return a copy with the default output mode filled in."""
-        if options is not None and not isinstance(options, Options):
+        if not isinstance(options, (Options, type(None))):
             raise make_py_error(
                 f"Invalid type: 'options' is of type {type(options)} (Expected poptorch.Options)"
             )
-        if options is None:
-            options = Options()
-        else:
+        if options is not None:
             options._freeze()
-            options = copy.deepcopy(options)
+        options = copy.deepcopy(options) or Options()
         if options.defaultOutputMode():
             options.outputMode(enums.OutputMode.Final if self._training else enums.OutputMode.All)
-        accumulation = options.Training.gradient_accumulation
-        if not self._training and accumulation != 1:
+        if not self._training and options.Training.gradient_accumulation != 1:
             raise make_py_error(
                 "Training.gradientAccumulation must be 1 when running a poptorch.inferenceModel()."
             )
         return options
-
-    def _check_all_in_groups(self) -> None:
-        """Refuse a parameter that is in no group. [U] PopTorch trains it with the optimizer's
-        defaults."""
-        assert self._description is not None
-        listed = {name for group in self._description.parameters for name in group}
-        missing = [
-            n for n, p in self._user_model.named_parameters() if p.requires_grad and n not in listed
-        ]
-        if missing:
-            raise DoubleRefuses(f"parameters in no group of the optimizer: {', '.join(missing)}")
 
     # ---- attributes
 
@@ -149,14 +141,12 @@ class PoplarExecutor:
     @follow_api("PoplarExecutor.copyWeightsToHost")
     def copyWeightsToHost(self) -> None:
         program = self._get_program()
-        self._dirty_host_weights = (
-            False  # before anything touches the parameters, and whatever comes of it
-        )
+        # before anything touches the parameters, and whatever comes of it
+        self._dirty_host_weights = False
         self._check_alive()
         if not self._is_attached:  # [U]
             raise make_cpp_error("Device is not attached")
-        with self._guard_faults():
-            recorded.event("copyWeightsToHost", self._index)
+        self._run_on_device("copyWeightsToHost")
         program.download(self._list_host_tensors())
         self._host_weights_version += 1
 
@@ -181,16 +171,15 @@ class PoplarExecutor:
         description = _optimizers.describe_optimizer(optimizer, self._names, self._options)
         if self._program is not None and optimizer is not self._optimizer:
             raise make_unmodelled_error("another optimizer in place of the compiled one")
-        if isinstance(optimizer, optim.Optimizer):
-            parent = weakref.ref(self)
+        parent = weakref.ref(self)
 
-            def state_dict() -> Dict[str, Any]:
-                executor = parent()
-                if executor is not None:
-                    executor._read_optimizer_state()
-                return optimizer.get_state_dict()
+        def state_dict() -> Dict[str, Any]:
+            executor = parent()
+            if executor is not None:
+                executor._read_optimizer_state()
+            return optimizer.get_state_dict()
 
-            optimizer.state_dict = state_dict
+        optimizer.state_dict = state_dict
         self._optimizer_is_pending = self._optimizer_is_pending or description != self._description
         self._optimizer, self._description = optimizer, description
 
@@ -199,7 +188,7 @@ class PoplarExecutor:
         if not self._training:  # [U]
             raise DoubleRefuses("an inference model has no optimizer")
         self._take_optimizer(optimizer)
-        if self._is_ready():
+        if self._program is not None and self._is_attached:
             self._update_optimizer()
             self._write_optimizer_state()
 
@@ -207,18 +196,13 @@ class PoplarExecutor:
         """Send a new description to the device; while detached it waits for the next attachment."""
         program = self._get_program()
         if self._optimizer_is_pending and program.twin is not None:
-            assert self._description is not None
             _optimizers.check_replacement(program.twin.compiled, self._description)
             program.twin.update(self._description)
         self._optimizer_is_pending = False
 
     def _read_optimizer_state(self) -> None:
         optimizer = self._optimizer
-        if (
-            isinstance(optimizer, optim.Optimizer)
-            and optimizer.host_state_is_dirty
-            and self._program is not None
-        ):
+        if self._training and optimizer.host_state_is_dirty and self._program is not None:
             assert not self._optimizer_is_pending, (
                 "Both host and ipu states cannot be dirty at the same time."
             )
@@ -229,7 +213,7 @@ class PoplarExecutor:
 
     def _write_optimizer_state(self) -> None:
         optimizer = self._optimizer
-        if isinstance(optimizer, optim.Optimizer) and optimizer.ipu_state_is_dirty:
+        if self._training and optimizer.ipu_state_is_dirty:
             assert self._program is not None and self._program.twin is not None
             assert not optimizer.host_state_is_dirty, (
                 "Both host and ipu states cannot be dirty at the same time."
@@ -255,113 +239,81 @@ class PoplarExecutor:
         program = Program(self._model, options, self._training, seed)
         program.check_inputs(_trace.list_tensors(arguments))
         trace, layout, losses = program.trace(arguments, options._execution_strategy)
-        self._check_layout(trace, layout)
+        self._check_layout(layout)
         self._reserved = self._count_ipus(layout.ipus_per_replica)
         if self._training:
-            assert self._description is not None
             program.twin = _optimizers.Twin(self._description, program.parameters())
             program.strategy = _optimizers.choose_mean_strategy(self._description, options)
         self._program, self._compiled_inputs = program, arguments
-        recomputation = options._Popart.options.get(
-            "autoRecomputation", 3 if layout.pipelined else 0
-        )
         self._compilation = Compilation(
-            self._index, self._training, options.toDict(), type(options._execution_strategy).__name__, trace.blocks,
-            dict(sorted(layout.stages.items())), layout.ipus_per_replica, self._reserved, layout.forward_stages,
-            layout.parameters, losses, [tuple(t.shape) for t in _trace.list_tensors(program.cut_microbatch(arguments, 0))],
-            self._description.to_dict() if self._description else None, recomputation,
+            self._index, self._training, options.toDict(), type(options._execution_strategy).__name__,
+            dict(sorted(layout.stages.items())), self._reserved, layout.forward_stages, layout.parameters, losses,
+            [tuple(t.shape) for t in _trace.list_tensors(program.cut_microbatch(arguments, 0))],
+            self._description.to_dict() if self._description else None,
         )  # fmt: skip
         recorded.compilations.append(self._compilation)
         self._begin_profile()
         if options.connection_type != enums.ConnectionType.Never:
             self._attach()
 
-    def _get_compilation(self) -> Compilation:
-        assert self._compilation is not None
-        return self._compilation
-
     def _check_options(self) -> None:
         """Refuse options that are wrong for every model."""
         options = self._options
-        if (
-            options.connection_type == enums.ConnectionType.Never
-            and self._uses_simulator()
-            and options.exists("ipu_version")
-        ):
-            raise make_cpp_error(
-                "The offline IPU target cannot be used if the IPU model is enabled"
-            )
         if options.connection_type == enums.ConnectionType.Never:
-            if options.exists("ipu_id"):
-                raise make_cpp_error("Offline compilation targeting a specific id not supported")
-            if options._Popart.options["instrumentWithHardwareCycleCounter"]:
-                raise make_cpp_error(
-                    "Cycle count logging is only supported on actual IPU hardware."
-                )
-        steps = options.device_iterations * options.Training.gradient_accumulation
-        if (
-            options.output_mode == enums.OutputMode.EveryN and steps % options.output_return_period
-        ):  # [U]
-            raise make_cpp_error(f"output_return_period does not divide {steps} micro-batches")
-        for name, location in options.TensorLocations.toDict().items():
-            if not isinstance(location, dict):
-                continue
-            if (
-                location.get("useReplicatedTensorSharding") and options.replication_factor == 1
-            ):  # [U]
+            for is_wrong, why in (
+                (self._uses_simulator() and options.exists("ipu_version"),
+                 "The offline IPU target cannot be used if the IPU model is enabled"),
+                (options.exists("ipu_id"), "Offline compilation targeting a specific id not supported"),
+                (options._Popart.options["instrumentWithHardwareCycleCounter"],
+                 "Cycle count logging is only supported on actual IPU hardware."),
+            ):  # fmt: skip
+                if is_wrong:
+                    raise make_cpp_error(why)
+        locations = options.TensorLocations
+        for name, location in locations.toDict().items():
+            chosen = location if isinstance(location, dict) else {}
+            if chosen.get("useReplicatedTensorSharding") and options.replication_factor == 1:  # [U]
                 raise make_cpp_error(
                     f"{name}: replicated tensor sharding needs more than one replica"
                 )
-            tiles = location.get("useIOTilesToLoad") or location.get("useIOTilesToStore")
-            if tiles and not options.TensorLocations.exists("numIOTiles"):  # [U]
+            tiles = chosen.get("useIOTilesToLoad") or chosen.get("useIOTilesToStore")
+            if tiles and not locations.exists("numIOTiles"):  # [U]
                 raise make_cpp_error(
                     f"{name}: IO tiles are used, but none allocated by TensorLocations.numIOTiles"
                 )
 
-    def _check_layout(self, trace: Any, layout: Any) -> None:
+    def _check_layout(self, layout: Any) -> None:
         """Refuse what PopTorch refuses when it knows the model's stages."""
-        options, stages = self._options, layout.forward_stages
-        if trace.overlapped:
-            if _is_pipeline(options._execution_strategy):
-                raise make_cpp_error(
-                    "Overlapped IO is not supported with poptorch.PipelinedExecution."
-                )
-            if not options.TensorLocations.exists("numIOTiles"):
-                raise make_cpp_error(
-                    "No IO tiles allocated. You must allocate at least 32 IO tiles."
-                )
-            if options.output_mode not in (enums.OutputMode.All, enums.OutputMode.Sum):
-                raise make_cpp_error("Unsupported output mode for overlapped IO.")
-        if not layout.pipelined:
-            return
-        if self._training and options.Training.gradient_accumulation < 2 * stages - 1:
-            least = (
-                f"must be greater than or equal to the number of pipeline stages ({2 * stages - 1})"
-            )
-            raise make_cpp_error(f"poptorch.Options().Training.gradientAccumulation {least}")
-        if not self._training and options.device_iterations < stages:
+        name, count, least = (
+            "deviceIterations",
+            self._options.device_iterations,
+            layout.forward_stages,
+        )
+        if self._training:
+            name, count = "gradientAccumulation", self._options.Training.gradient_accumulation
+            least = 2 * least - 1
+        if layout.pipelined and count < least:
             raise make_cpp_error(
-                f"deviceIterations must be greater than or equal to the number of pipeline stages ({stages})"
+                f"{name} must be greater than or equal to the number of pipeline stages ({least})"
             )
-
-    def _uses_simulator(self) -> bool:
-        """Return whether the simulator is used; the option precedes the environment variable."""
-        if self._options.exists("use_model"):
-            return bool(self._options.use_model)
-        return os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
 
     def _count_ipus(self, per_replica: int) -> int:
         options, count = self._options, per_replica * self._options.replication_factor
         launcher_ipus = options._ipus_per_replica
-        if launcher_ipus is not None and launcher_ipus != _device.round_up(
-            per_replica
-        ):  # [U] the launcher's reaction
+        # [U] the launcher's reaction
+        if launcher_ipus not in (None, _device.round_up(per_replica)):
             raise make_cpp_error(
                 f"The model uses {per_replica} IPUs, but popdist.poptorch.Options has {launcher_ipus}"
             )
         if self._uses_simulator() or options.connection_type == enums.ConnectionType.Never:
             return count
         return _device.reserve(count, options.auto_round_num_ipus)
+
+    def _uses_simulator(self) -> bool:
+        """Return whether the simulator is used; the option precedes the environment variable."""
+        if self._options.exists("use_model"):
+            return bool(self._options.use_model)
+        return os.environ.get("POPTORCH_IPU_MODEL", "0") not in ("", "0")
 
     @follow_api("PoplarExecutor.compile")
     def compile(self, *args, **kwargs) -> None:
@@ -388,7 +340,17 @@ class PoplarExecutor:
         if not self._training:
             self._follow_training()
         program = self._get_program()
-        self._check_inputs(self._compiled_inputs, arguments)
+        compiled = self._compiled_inputs
+        if len(compiled[0]) != len(arguments[0]):
+            raise make_py_error(
+                f"Number of positional arguments mismatch: expected {len(compiled[0])}, got {len(arguments[0])}."
+            )
+        names = [*self._signature.parameters, *map(str, range(len(compiled[0])))]
+        for name, one, other in [
+            *zip(names, compiled[0], arguments[0]),
+            ("named arguments", compiled[1], arguments[1]),
+        ]:
+            _check_same_input(name, one, other)
         program.check_inputs(_trace.list_tensors(arguments))
         self._write_optimizer_state()
         if (
@@ -399,8 +361,7 @@ class PoplarExecutor:
             raise make_unmodelled_error(
                 "averaging gradients over processes (POPTORCH_DOUBLE_ALONE=1: each trains for itself)"
             )
-        with self._guard_faults():
-            recorded.event("execute", self._index)
+        self._run_on_device("execute")
         begun = time.perf_counter()
         output = program.run(arguments)
         self._record_times(arguments, output, begun)
@@ -410,8 +371,7 @@ class PoplarExecutor:
         ))  # fmt: skip
         if self._training:
             self._dirty_host_weights = True
-            if isinstance(self._optimizer, optim.Optimizer):
-                self._optimizer.host_state_is_dirty = True
+            self._optimizer.host_state_is_dirty = True
         for tensor in _trace.list_tensors(output):
             tensor.backward = _refuse_backward
         return output
@@ -428,61 +388,20 @@ class PoplarExecutor:
             self.copyWeightsToDevice()
             self._host_weights_version = version
 
-    def _check_inputs(self, compiled: Any, passed: Any) -> None:
-        names = list(self._signature.parameters)
-        if len(compiled[0]) != len(passed[0]):
-            raise make_py_error(
-                f"Number of positional arguments mismatch: expected {len(compiled[0])}, got {len(passed[0])}."
-            )
-        for place, (one, other) in enumerate(zip(compiled[0], passed[0])):
-            _check_same_input(
-                names[place] if place < len(names) else f"*{names[-1]}[{place}]", one, other
-            )
-        _check_same_input("named arguments", compiled[1], passed[1])
+    # ---- timing
 
     def _record_times(self, arguments: Any, output: Any, begun: float) -> None:
         """Record time stamps of host stream callbacks, one for each microbatch and replica
         (CompilerImpl.cpp, StepIO), spread evenly over the call."""
-        assert self._program is not None
-        program, took = self._program, time.perf_counter() - begun
-        count = program.iterations * program.accumulation * program.replicas
-        shares = {"input": 0.0, "input_complete": 0.1, "output": 0.9, "output_complete": 1.0}
-        streams = {
-            "input": len(_trace.list_tensors(arguments)),
-            "output": len(_trace.list_tensors(output)),
-        }
-        for event, share in shares.items():
-            times = [begun + took * (i + share) / count for i in range(count)]
-            self._stamps[event] = [list(times) for _ in range(streams[event.split("_")[0]])] or [[]]
-        stages = self._get_compilation().forward_stages
-        depth = self._program.accumulation + (2 * stages - 2 if self._training else stages - 1)
+        program = self._get_program()
+        took = (time.perf_counter() - begun) / program.microbatches
+        for event, share in SHARES.items():
+            streams = _trace.list_tensors(arguments if event.startswith("input") else output)
+            times = [begun + took * (i + share) for i in range(program.microbatches)]
+            self._stamps[event] = [list(times) for _ in streams] or [[]]
+        stages = self._compilation.forward_stages
+        depth = program.accumulation + (2 * stages - 2 if self._training else stages - 1)
         self._cycles = 1000 * program.iterations * depth  # a thousand cycles a pipeline cycle
-
-    # ---- timing
-
-    def _measure_latency(
-        self, begin: str, begin_of: Any, end: str, end_of: Any
-    ) -> Tuple[float, float, float]:
-        starts = [begin_of(times) for times in zip(*self._stamps[begin])]
-        ends = [end_of(times) for times in zip(*self._stamps[end])]
-        lengths = [b - a for a, b in zip(starts, ends)]
-        return (min(lengths), max(lengths), sum(lengths) / len(lengths))
-
-    @follow_api("PoplarExecutor.getHostIpuLatency")
-    def getHostIpuLatency(self):
-        return self._measure_latency("input", min, "input_complete", max)
-
-    @follow_api("PoplarExecutor.getComputeLatency")
-    def getComputeLatency(self):
-        return self._measure_latency("input_complete", max, "output", max)
-
-    @follow_api("PoplarExecutor.getIpuHostLatency")
-    def getIpuHostLatency(self):
-        return self._measure_latency("output", min, "output_complete", max)
-
-    @follow_api("PoplarExecutor.getLatency")
-    def getLatency(self):
-        return self._measure_latency("input", min, "output_complete", max)
 
     @follow_api("PoplarExecutor.cycleCount")
     def cycleCount(self) -> int:
@@ -498,8 +417,14 @@ class PoplarExecutor:
 
     # ---- the device
 
-    def _guard_faults(self) -> Any:
-        return _FaultGuard(self)
+    def _run_on_device(self, event: str) -> None:
+        """Record an event. A device error loses the device; its IPUs stay in use until the
+        executable is destroyed."""
+        try:
+            recorded.event(event, self._index)
+        except Error as error:
+            self._lost = error
+            raise
 
     def _check_alive(self) -> None:
         """Raise the device fault again. After a fault no call is possible; weights that were not
@@ -509,12 +434,9 @@ class PoplarExecutor:
             again.__dict__.update(self._lost.__dict__)
             raise again
 
-    def _is_ready(self) -> bool:
-        return self._program is not None and self._is_attached
-
     @follow_api("PoplarExecutor.isAttachedToDevice")
     def isAttachedToDevice(self) -> bool:
-        return self._is_ready()
+        return self._program is not None and self._is_attached
 
     @follow_api("PoplarExecutor.isCompiled")
     def isCompiled(self) -> bool:
@@ -530,15 +452,12 @@ class PoplarExecutor:
             self.copyWeightsToDevice()
         if self._training:
             self._update_optimizer()
-        if isinstance(self._optimizer, optim.Optimizer):
-            if self._optimizer.has_state():
-                self._optimizer.ipu_state_is_dirty = True
+            has_state = self._optimizer.has_state()
+            self._optimizer.ipu_state_is_dirty = has_state
+            if has_state:
                 self._write_optimizer_state()
             else:
-                self._optimizer.host_state_is_dirty, self._optimizer.ipu_state_is_dirty = (
-                    True,
-                    False,
-                )
+                self._optimizer.host_state_is_dirty = True
 
     @follow_api("PoplarExecutor.attachToDevice")
     def attachToDevice(self) -> None:
@@ -583,9 +502,8 @@ class PoplarExecutor:
 
     def _begin_profile(self) -> None:
         engine = dict(self._options._Popart.options.get("engineOptions", {}))
-        engine.update(
-            json.loads(os.environ.get("POPLAR_ENGINE_OPTIONS") or "{}")
-        )  # the environment wins
+        # the environment wins
+        engine.update(json.loads(os.environ.get("POPLAR_ENGINE_OPTIONS") or "{}"))
         if engine.get("autoReport.all") != "true":
             return
         default = "training" if self._training else "inference"
@@ -594,10 +512,8 @@ class PoplarExecutor:
         folder.mkdir(parents=True, exist_ok=True)
         (folder.parent / "debug.cbor").write_bytes(b"")
         file = folder / f"profile_{os.getpid()}_{self._index}.pop"
-        compilation = self._get_compilation()
-        file.write_text(
-            json.dumps({"ipus": compilation.ipus, "replicas": self._options.replication_factor})
-        )
+        sizes = {"ipus": self._compilation.ipus, "replicas": self._options.replication_factor}
+        file.write_text(json.dumps(sizes))
         self._profile = file, folder / "profile.pop"
 
     def _end_profile(self) -> None:
@@ -607,23 +523,18 @@ class PoplarExecutor:
             self._profile = None
 
 
-class _FaultGuard:
-    """Context in which a device error loses the device. Its IPUs stay in use until the
-    executable is destroyed."""
+def _add_latency(name: str, begin_of: Any, begin: str, end: str) -> None:
+    def measure(self: Any) -> Tuple[float, float, float]:
+        starts = [begin_of(times) for times in zip(*self._stamps[begin])]
+        ends = [max(times) for times in zip(*self._stamps[end])]
+        lengths = [b - a for a, b in zip(starts, ends)]
+        return (min(lengths), max(lengths), sum(lengths) / len(lengths))
 
-    def __init__(self, executor: PoplarExecutor) -> None:
-        self._executor = executor
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, Error):
-            self._executor._lost = error
+    setattr(PoplarExecutor, name, follow_api(f"PoplarExecutor.{name}")(measure))
 
 
-def _is_pipeline(strategy: Any) -> bool:
-    return isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
+for _name, _row in LATENCIES.items():
+    _add_latency(_name, *_row)
 
 
 def _refuse_backward(*_: Any, **__: Any) -> None:
@@ -651,28 +562,18 @@ def _check_same_input(name: str, compiled: Any, passed: Any) -> None:
 # ---- the functions of the module
 
 
-def _get_module(model: Any) -> Any:
-    return model._user_model if isinstance(model, PoplarExecutor) else model
-
-
 @follow_api("trainingModel", unchecked=["options"])
-def trainingModel(
-    model: Union["torch.nn.Module", "PoplarExecutor"],
-    options: Optional["Options"] = None,
-    optimizer: Optional["torch.optim.Optimizer"] = None,
-) -> PoplarExecutor:
-    model = _get_module(model)
+def trainingModel(model: Any, options: Any, optimizer: Any) -> PoplarExecutor:
+    model = getattr(model, "_user_model", model)
     if _wrapping.is_wrapped(model):
         raise RuntimeError("Model has already been wrapped in 'poptorch.trainingModel'.")
     return PoplarExecutor(copy.copy(model), options, True, optimizer, model)
 
 
 @follow_api("inferenceModel", unchecked=["options"])
-def inferenceModel(
-    model: Union["torch.nn.Module", "PoplarExecutor"], options: Optional["Options"] = None
-) -> PoplarExecutor:
+def inferenceModel(model: Any, options: Any) -> PoplarExecutor:
     """Copy the model shallowly: parameters are shared, and whether it was wrapped for training before is kept."""
-    model = _get_module(model)
+    model = getattr(model, "_user_model", model)
     other = type(model).__new__(type(model))
     other.__dict__.update(model.__dict__)
     return PoplarExecutor(other, options, False, None, other)

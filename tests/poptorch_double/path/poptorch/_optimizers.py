@@ -41,11 +41,10 @@ def _find_kind(optimizer: Any) -> Tuple[str, str]:
     ):
         raise make_unmodelled_error("torch's own optimizers, and those without bias correction")
     if isinstance(optimizer, torch.optim.SGD):
-        return ("SGD1" if getattr(optimizer, "use_combined_accum", False) else "SGD2"), "SGD"
-    if isinstance(optimizer, torch.optim.AdamW):  # later versions of PyTorch make it an Adam
-        return "ADAMW", "AdamW"
-    if isinstance(optimizer, torch.optim.Adam):
-        return "ADAM", "Adam"
+        return ("SGD1" if optimizer.use_combined_accum else "SGD2"), "SGD"
+    for name in ("AdamW", "Adam"):  # later versions of PyTorch make an AdamW an Adam
+        if isinstance(optimizer, getattr(torch.optim, name)):
+            return name.upper(), name
     if isinstance(optimizer, torch.optim.RMSprop):
         centered = {group["centered"] for group in optimizer.param_groups}
         assert len(centered) == 1, (
@@ -264,17 +263,14 @@ class Twin:
     # -- state, as a PopTorch optimizer's state dict holds it
 
     def read(self) -> Dict[str, Any]:
-        groups = [{name: torch.tensor(float(value)) for name, (value, constant) in group.items() if not constant}
-                  for group in self._description.groups]  # fmt: skip
         rates = {
-            f"{name}___{i}": value
-            for i, group in enumerate(groups)
-            for name, value in group.items()
+            f"{name}___{i}": torch.tensor(float(value))
+            for i, group in enumerate(self._description.groups)
+            for name, (value, constant) in group.items()
+            if not constant
         }
-        return {
-            "ipu_state": {name: value.clone() for name, value in self.states.items()},
-            "ipu_param": rates,
-        }
+        states = {name: value.clone() for name, value in self.states.items()}
+        return {"ipu_state": states, "ipu_param": rates}
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Write states; missing states stay as they are, with a warning. Rates are not written:

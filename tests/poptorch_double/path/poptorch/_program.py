@@ -14,6 +14,7 @@ import copy
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from poptorch import _optimizers, _trace, enums
 from poptorch._errors import DoubleRefuses, make_cpp_error, make_py_error
@@ -59,6 +60,8 @@ class Program:
         self.loss_at: Optional[int] = None
         self.static: Any = None  # outputs of the trace other than tensors
         self.strategy: Any = None
+        reduction = options.Training.accumulation_and_replication_reduction_type
+        self.means = reduction == enums.ReductionType.Mean
         self._random = torch.Generator().manual_seed(seed).get_state()
         self.seed = seed
         self._take_buffers()
@@ -170,10 +173,8 @@ class Program:
         state unchanged."""
         args, kwargs = self.cut_microbatch(arguments, 0)
         halves = any(t.dtype == torch.float16 for t in _trace.list_tensors(arguments))
-        trace = Trace(
-            strategy, self.model, _trace.list_tensors((args, kwargs)), halves and not self.half
-        )
-        trace.is_training = self.training
+        tensors = _trace.list_tensors((args, kwargs))
+        trace = Trace(strategy, self.model, tensors, self.training, halves and not self.half)
         buffers = dict(self.model.named_buffers())
         versions = {name: b._version for name, b in buffers.items()}
         attributes = _list_plain_attributes(self.model)
@@ -255,45 +256,34 @@ class Program:
         self._store_buffers(replica)
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
-    def _choose_reduction(self) -> Tuple[bool, Any]:
-        mean = (
-            self.options.Training.accumulation_and_replication_reduction_type
-            == enums.ReductionType.Mean
-        )
-        return mean, self.strategy
-
     def _backward(self, loss: torch.Tensor, index: int) -> None:
         """Add the microbatch's gradients; with Running, store their mean so far."""
-        mean, strategy = self._choose_reduction()
-        if mean and strategy == enums.MeanReductionStrategy.Running:
+        start, strategy = torch.ones_like(loss), enums.MeanReductionStrategy
+        if self.means and self.strategy == strategy.Running:
             for p in self.model.parameters():
                 if p.grad is not None:
                     p.grad.mul_(index / (index + 1))
-            start = torch.full_like(loss, 1 / (index + 1))
-        elif mean and strategy == enums.MeanReductionStrategy.PostAndLoss:
-            start = torch.full_like(loss, 1 / self.replicas)
-        else:
-            start = torch.ones_like(loss)
+            start /= index + 1
+        elif self.means and self.strategy == strategy.PostAndLoss:
+            start /= self.replicas
         loss.backward(start)
 
     def _update(self, gradients: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        mean, strategy = self._choose_reduction()
+        strategy, count = enums.MeanReductionStrategy, self.replicas * self.accumulation
         divisor = {
-            enums.MeanReductionStrategy.Running: self.replicas,
-            enums.MeanReductionStrategy.Post: self.replicas * self.accumulation,
-            enums.MeanReductionStrategy.PostAndLoss: self.accumulation,
-        }[strategy]
+            strategy.Running: self.replicas,
+            strategy.Post: count,
+            strategy.PostAndLoss: self.accumulation,
+        }[self.strategy]
         for name, p in self.model.named_parameters():
             shares = [one[name] for one in gradients if name in one]
             p.grad = None
             if shares:
-                total = shares[0]
-                for other in shares[1:]:
-                    total = total + other
-                p.grad = total / divisor if mean else total
+                total = sum(shares[1:], shares[0])
+                p.grad = total / divisor if self.means else total
         assert self.twin is not None
-        post = mean and strategy == enums.MeanReductionStrategy.Post
-        self.twin.step(self.replicas * self.accumulation if post else 1.0)
+        is_post = self.means and self.strategy == strategy.Post
+        self.twin.step(count if is_post else 1.0)
         self._round_to_half()
         self.model.zero_grad(set_to_none=True)
 
@@ -301,27 +291,25 @@ class Program:
 
     def _gather_outputs(self, outputs: Mapping[Tuple[int, int, int], Any]) -> Any:
         """Return the outputs in the output mode. Final: the last microbatch of every replica;
-        All; EveryN: every n-th; Sum: over all, of every replica."""
+        All; Sum: over all, of every replica."""
         steps = [(d, g) for d in range(self.iterations) for g in range(self.accumulation)]
-        mode, period = enums.OutputMode(self.options.output_mode), self.options.output_return_period
-        modes = {
-            enums.OutputMode.Final: steps[-1:],
-            enums.OutputMode.EveryN: steps[period - 1 :: period],
-        }
-        chosen = modes.get(mode, steps)
-        by_step = [
+        mode = enums.OutputMode(self.options.output_mode)
+        chosen = steps[-1:] if mode == enums.OutputMode.Final else steps
+        leaves = [
             [_trace.list_leaves(outputs[d, g, r]) for r in range(self.replicas)] for d, g in chosen
         ]
-        if mode == enums.OutputMode.Sum:
-            by_step = [
-                [
-                    [_add_values(values) for values in zip(*(step[r] for step in by_step))]
-                    for r in range(self.replicas)
-                ]
-            ]
-        leaves = [leaf for step in by_step for leaf in step]
-        joined = iter([_join_values([one[i] for one in leaves]) for i in range(len(leaves[0]))])
-        return _rebuild(outputs[0, 0, 0], self.static, joined)
+        results = []
+        for place, leaf in enumerate(leaves[0][0]):
+            if not isinstance(leaf, torch.Tensor):
+                results.append(_trace.list_leaves(self.static)[place])
+                continue
+            steps_of = [[replica[place] for replica in step] for step in leaves]
+            if mode == enums.OutputMode.Sum:
+                steps_of = [[sum(values[1:], values[0]) for values in zip(*steps_of)]]
+            values = [value for step in steps_of for value in step]
+            join = torch.cat if values[0].dim() else torch.stack  # scalars become a vector
+            results.append(join(values) if len(values) > 1 else values[0])
+        return tree_unflatten(results, tree_flatten(self.static)[1])
 
 
 def _list_plain_attributes(model: torch.nn.Module) -> Dict[str, Any]:
@@ -332,34 +320,3 @@ def _list_plain_attributes(model: torch.nn.Module) -> Dict[str, Any]:
         for key, value in vars(module).items()
         if not key.startswith("_") and isinstance(value, (bool, int, float, str, type(None)))
     }
-
-
-def _add_values(values: Any) -> Any:
-    values = list(values)
-    if not isinstance(values[0], torch.Tensor):
-        return values[0]
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
-
-
-def _join_values(values: List[Any]) -> Any:
-    """Concatenate microbatches; several scalars become a vector."""
-    if not isinstance(values[0], torch.Tensor):
-        return values[0]
-    if len(values) == 1:
-        return values[0]
-    return torch.stack(values) if values[0].dim() == 0 else torch.cat(values)
-
-
-def _rebuild(shape: Any, static: Any, leaves: Iterator[Any]) -> Any:
-    """Return the nested outputs: tensors from `leaves`, everything else as in the trace."""
-    if isinstance(shape, dict):
-        return {key: _rebuild(value, static[key], leaves) for key, value in shape.items()}
-    if isinstance(shape, tuple) and hasattr(shape, "_fields"):
-        return type(shape)(*[_rebuild(value, s, leaves) for value, s in zip(shape, static)])
-    if isinstance(shape, (list, tuple)):
-        return type(shape)(_rebuild(value, s, leaves) for value, s in zip(shape, static))
-    leaf = next(leaves)
-    return leaf if isinstance(leaf, torch.Tensor) else static

@@ -7,6 +7,7 @@ import atexit
 import json
 import os
 import threading
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
@@ -50,20 +51,15 @@ class Compilation:
 
     executor: int  # the index of the wrapped model, in the order of wrapping
     training: bool
-    options: Dict[
-        str, Any
-    ]  # Options.toDict(): option name -> value, with execution_mode and the PopART options
+    options: Dict[str, Any]  # Options.toDict(), with execution_mode and the PopART options
     strategy: str  # class name of the execution strategy
-    blocks: List[Placement]
     stages: Dict[int, int]  # stage -> IPU, the stages that compute something
-    ipus_per_replica: int
     ipus: int  # reserved, all replicas and rounding included
     forward_stages: int  # F as PopTorch counts it
     parameters: Dict[str, int]  # name -> IPU
     losses: List[Loss]
     micro_batch: List[Tuple[int, ...]]  # shapes of the tensors one forward sees
     optimizer: Optional[Dict[str, Any]]
-    recomputation: int  # autoRecomputation as PopTorch sets it: 3 in a pipeline unless it is set
 
 
 @dataclass
@@ -73,15 +69,6 @@ class Run:
     executor: int
     shapes: List[Tuple[int, ...]]
     updates: int
-
-
-@dataclass
-class Failure:
-    """A fault to raise at the `call`-th (from 1) of the events `on` from now."""
-
-    on: str
-    call: int
-    error: BaseException
 
 
 class Recorder:
@@ -95,7 +82,8 @@ class Recorder:
         self.events: List[Tuple[str, int]] = []
         self.warnings: List[str] = []
         self.executors = 0
-        self._failures: List[Failure] = []
+        self._counts: Counter[str] = Counter()
+        self._failures: Dict[Tuple[str, int], BaseException] = {}
 
     def names(self) -> List[str]:
         """Return the names of the calls, in order."""
@@ -117,23 +105,16 @@ class Recorder:
 
         if on not in ("compile", "attach", "execute", "copyWeightsToHost"):
             raise ValueError(f"no event {on} can fail")
-        fault = (
-            error
-            if error is not None
-            else RecoverableError("simulated device fault", "poplar_recoverable_error")
-        )
-        self._failures.append(Failure(on, call, fault))
+        fault = error or RecoverableError("simulated device fault", "poplar_recoverable_error")
+        self._failures[on, self._counts[on] + call] = fault
 
     def event(self, name: str, executor: int) -> None:
         """Record an event, and raise if a fault was ordered for it."""
         self.events.append((name, executor))
-        due = [failure for failure in self._failures if failure.on == name]
-        for failure in due:
-            failure.call -= 1
-        for failure in due:
-            if failure.call == 0:
-                self._failures.remove(failure)
-                raise failure.error
+        self._counts[name] += 1
+        error = self._failures.pop((name, self._counts[name]), None)
+        if error is not None:
+            raise error
 
     def warn(self, text: str) -> None:
         """Record a warning of PopTorch."""

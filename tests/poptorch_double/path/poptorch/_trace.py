@@ -24,10 +24,10 @@ from typing import (
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
 
 from poptorch._errors import DoubleRefuses, make_cpp_error, make_popart_error, make_unmodelled_error
 from poptorch._record import Loss, Placement
-from poptorch.strategies import PipelinedExecution, ShardedExecution
 
 current: Optional["Trace"] = None  # the trace in progress
 running = False  # a model is being traced or executed: poptorch.isRunningOnIpu()
@@ -38,8 +38,15 @@ LOSSES = frozenset(
     "multilabel_margin_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss "
     "triplet_margin_loss triplet_margin_with_distance_loss".split()
 )
-ON_THE_HOST = frozenset("item tolist numpy __bool__ __int__ __float__ __index__ __array__".split())
-AUTOGRAD = frozenset("backward grad register_hook register_post_accumulate_grad_hook".split())
+# what no graph that is built before it runs can have, and why
+STATIC = {
+    ("backward", "grad", "register_hook", "register_post_accumulate_grad_hook"):
+        "gradients and hooks do not exist inside the forward of an IPU model",
+    ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"):
+        "the value of an IPU tensor is not known while the graph is built (static graph)",
+    ("nonzero", "unique", "unique_consecutive", "masked_select", "argwhere"):
+        "the shape of its result depends on values (static shapes)",
+}  # fmt: skip
 # Operations that PopTorch has handlers of: those of the models and losses that are tried here. Others are refused.
 OPERATIONS = frozenset(
     "_set_grad_enabled __eq__ __get__ __getitem__ adaptive_avg_pool2d add add_ arange argmax batch_norm bmm cat chunk clone "
@@ -51,7 +58,6 @@ OPERATIONS = frozenset(
 SEES_INDEXING = not torch.__version__.startswith(
     "2.0"
 )  # there a TorchFunctionMode does not get tensor[index]
-SHAPES_FROM_VALUES = frozenset("nonzero unique unique_consecutive masked_select argwhere".split())
 
 
 # ---- nested structures of tensors
@@ -59,22 +65,12 @@ SHAPES_FROM_VALUES = frozenset("nonzero unique unique_consecutive masked_select 
 
 def list_leaves(structure: Any) -> List[Any]:
     """Return the leaves of nested tuples, lists and dictionaries, in order."""
-    if isinstance(structure, dict):
-        return [leaf for value in structure.values() for leaf in list_leaves(value)]
-    if isinstance(structure, (list, tuple)):
-        return [leaf for value in structure for leaf in list_leaves(value)]
-    return [structure]
+    return list(tree_flatten(structure)[0])
 
 
 def map_tensors(structure: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Return the structure with `function(tensor)` in place of every tensor."""
-    if isinstance(structure, dict):
-        return {key: map_tensors(value, function) for key, value in structure.items()}
-    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        return type(structure)(*[map_tensors(value, function) for value in structure])
-    if isinstance(structure, (list, tuple)):
-        return type(structure)(map_tensors(value, function) for value in structure)
-    return function(structure) if isinstance(structure, torch.Tensor) else structure
+    return tree_map(lambda x: function(x) if isinstance(x, torch.Tensor) else x, structure)
 
 
 def list_tensors(structure: Any) -> List[torch.Tensor]:
@@ -104,38 +100,32 @@ class Trace(TorchFunctionMode):
         strategy: Any,
         model: torch.nn.Module,
         inputs: Sequence[torch.Tensor],
-        mixes_halves: bool = False,
+        training: bool,
+        mixes_halves: bool,
     ) -> None:
         super().__init__()
-        self.is_training = False
+        self.is_training = training
         self.mixes_halves = mixes_halves  # half inputs, float32 weights
         self.strategy = strategy
-        self.manager = strategy._manager()
         self.active = Placement("", 0, 0)  # before any block: IPU 0, stage 0
-        self.blocks: List[Placement] = []
         self.ops: List[Op] = []
-        self.overlapped = False
-        self._names = {
-            id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]
-        }
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._names = {id(t): name for name, t in named}
         self._references: List[Any] = list(inputs)  # so that no identity is used twice
         self._known = {*self._names, *map(id, inputs)}  # tensors that are on the IPU
         attributes = [value for module in model.modules() for value in vars(module).values()]
-        self._host_tensors = {
-            id(value) for value in attributes if isinstance(value, torch.Tensor)
-        } - self._known
+        self._host_tensors = {id(one) for one in attributes if isinstance(one, torch.Tensor)}
+        self._host_tensors -= self._known
 
     # -- blocks
 
     def begin(self, block: Optional[str], ipu: Optional[int]) -> None:
         """Begin a block. A stage's own IPU precedes the block's; without either it is the
         stage's id."""
-        stage = self.manager.stage(block, ipu)
+        stage = self.strategy.find_stage(block)
         place = stage._ipu if stage._ipu is not None else ipu
-        self.active = Placement(
-            str(block), stage._stage_id, stage._stage_id if place is None else place
-        )
-        self.blocks.append(self.active)
+        number = stage._stage_id
+        self.active = Placement(str(block), number, number if place is None else place)
 
     def mark_loss(self, function: str, loss: torch.Tensor) -> None:
         """Mark the operation that made `loss` as a loss."""
@@ -160,26 +150,24 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         self._refuse_operation(name)
+        has_third = args[2:3] not in ((), (None,))  # a weight of classes, or a bias
         if name in ("cross_entropy", "nll_loss") and (
-            kwargs.get("weight") is not None or args[2:3] not in ((), (None,))
+            kwargs.get("weight") is not None or has_third
         ):
             raise make_cpp_error(f'Parameter "weight" is unsupported for aten::{name}')
-        if name in ("cross_entropy", "scaled_dot_product_attention") and (
-            kwargs.get("label_smoothing") or kwargs.get("is_causal")
-        ):
-            op = {"cross_entropy": "masked_select", "scaled_dot_product_attention": "tril"}[name]
-            raise make_cpp_error(f"Unsupported ops found in compiled model: [aten::{op}].")
+        for asked, op in (("label_smoothing", "masked_select"), ("is_causal", "tril")):
+            if kwargs.get(asked):
+                raise make_cpp_error(f"Unsupported ops found in compiled model: [aten::{op}].")
         inputs = list_tensors([args, kwargs])
         for tensor in inputs:
             self._check_place(name, tensor)
         if (
             name.startswith("conv")
             and self.mixes_halves
-            and (kwargs.get("bias") is not None or args[2:3] not in ((), (None,)))
+            and (kwargs.get("bias") is not None or has_third)
         ):
-            raise RuntimeError(
-                "Input type (c10::Half) and bias type (float) should be the same"
-            )  # torch 2.0.1's own
+            # torch 2.0.1's own
+            raise RuntimeError("Input type (c10::Half) and bias type (float) should be the same")
         result = func(*args, **kwargs)
         outputs = list_tensors(result)
         if name == "__setitem__":
@@ -206,18 +194,9 @@ class Trace(TorchFunctionMode):
             )
 
     def _refuse_operation(self, name: str) -> None:
-        if name in AUTOGRAD:
-            raise make_cpp_error(
-                f"{name}: gradients and hooks do not exist inside the forward of an IPU model"
-            )
-        if name in ON_THE_HOST:
-            raise make_cpp_error(
-                f"{name}: the value of an IPU tensor is not known while the graph is built (static graph)"
-            )
-        if name in SHAPES_FROM_VALUES:
-            raise make_cpp_error(
-                f"{name}: the shape of its result depends on values (static shapes)"
-            )
+        for names, why in STATIC.items():
+            if name in names:
+                raise make_cpp_error(f"{name}: {why}")
         if name not in OPERATIONS:
             raise make_unmodelled_error(f"torch's {name} (does PopTorch have a handler of it?)")
 
@@ -320,10 +299,7 @@ def lay_out(
     ipus = [op.at.ipu for op in ops]
     used = max(len(set(ipus)), max(ipus, default=0) + 1)
     changes = sum(a != b for a, b in zip([0, *ipus], ipus))
-    is_pipeline = isinstance(trace.strategy, PipelinedExecution) and not isinstance(
-        trace.strategy, ShardedExecution
-    )
-    pipelined = is_pipeline and used > 1  # silently off on one IPU
+    pipelined = trace.strategy.execution_mode == 0 and used > 1  # silently off on one IPU
     stages: Dict[int, int] = {}
     where: Dict[str, int] = {}
     for op in ops:
@@ -340,7 +316,9 @@ def lay_out(
             )
     if pipelined:
         _check_order(ops, losses)
-        _check_gaps(trace, stages)
+        missing = {*range(max(stages) + 1)} - {*stages}
+        if missing:
+            raise make_popart_error(f"pipeline stage {min(missing)} is missing")
     return Layout(
         stages, used, changes + 1, {n: i for n, i in where.items() if n in parameters}, pipelined
     )
@@ -356,16 +334,9 @@ def _check_order(ops: Sequence[Op], losses: Sequence[Loss]) -> None:
                     f"{op.name}: a tensor can not be consumed in an earlier stage than it is produced"
                 )
         maker_of.update(dict.fromkeys(op.outputs, op))
-    for loss in losses:
-        if loss.final:
-            for op in ops:
-                if 2 * loss.stage - op.at.stage < 0:  # where its backward would have to be
-                    raise make_popart_error(
-                        f"Op has bad pipeline stage: {op.name} in {op.at.stage}, loss in {loss.stage}"
-                    )
-
-
-def _check_gaps(trace: Trace, stages: Mapping[int, int]) -> None:
-    for stage in range(max(stages) + 1):
-        if stage not in stages:
-            raise make_popart_error(f"pipeline stage {stage} is missing")
+    last = next((loss.stage for loss in losses if loss.final), None)
+    for op in ops:
+        if last is not None and op.at.stage > 2 * last:  # where its backward would have to be
+            raise make_popart_error(
+                f"Op has bad pipeline stage: {op.name} in {op.at.stage}, loss in {last}"
+            )

@@ -9,7 +9,6 @@ import torch
 from poptorch import _trace
 from poptorch._errors import make_py_error
 from poptorch._signatures import follow_api
-from poptorch.enums import OverlapMode
 
 
 class Block:
@@ -39,17 +38,6 @@ def BeginBlock(
         raise make_py_error("module has already been assigned to a block.")
     layer_to_call.register_forward_pre_hook(_BlockHook(user_id, ipu_id))
     return layer_to_call
-
-
-@follow_api("set_overlap_for_input", unchecked=["input_tensors"])
-def set_overlap_for_input(input_tensors, mode: OverlapMode):
-    if not isinstance(input_tensors, torch.Tensor):
-        raise make_py_error(
-            f"You may only set overlap for torch.tensor inputs. {type(input_tensors)} is not supported."
-        )
-    if _trace.current is not None:
-        _trace.current.overlapped = True
-    return input_tensors.view_as(input_tensors)
 
 
 @follow_api("identity_loss", unchecked=["x", "reduction"])

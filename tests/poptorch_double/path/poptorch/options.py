@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Set, Tuple, Union
 import torch
 
 from poptorch import enums
-from poptorch._errors import make_cpp_error
+from poptorch._errors import make_cpp_error, make_unmodelled_error
 from poptorch._signatures import DATA, follow_api
 from poptorch.strategies import PipelinedExecution
 
@@ -353,9 +353,7 @@ class Options(OptionsDict):
     @follow_api("Options.outputMode")
     def outputMode(self, output_mode: Any, output_return_period: Optional[int]) -> "Options":
         if output_mode == enums.OutputMode.EveryN:
-            assert output_return_period and output_return_period > 0, (
-                "EveryN anchor must have output_return_period set to valid positive integer"
-            )
+            raise make_unmodelled_error("outputs of every n-th microbatch")
         self.set(output_mode=output_mode.value, output_return_period=output_return_period or 1)
         return self
 

@@ -32,25 +32,6 @@ class Stage:
         return self
 
 
-class _BlockList:
-    """Stages of blocks, from an explicit list."""
-
-    def __init__(self, block_map: Dict[str, Stage]) -> None:
-        self._block_map = block_map
-
-    def stage(self, block: str, ipu: Any) -> Stage:
-        assert block in self._block_map, (
-            f"Unknown Block '{block}' list of expected Blocks: {list(self._block_map.keys())}"
-        )
-        return self._block_map[block]
-
-
-def _map_blocks(block_map: Dict[str, Stage], stage: Stage) -> None:
-    for block in stage.blocks:
-        assert block not in block_map, f"{block} associated with more than one stage"
-        block_map[block] = stage
-
-
 class PipelinedExecution:
     """Strategy in which stages run at the same time on different microbatches."""
 
@@ -63,7 +44,9 @@ class PipelinedExecution:
             if not isinstance(stage, Stage):
                 raise make_unmodelled_error("stages other than poptorch.Stage")
             stage._stage_id = index
-            _map_blocks(self._block_map, stage)
+            for block in stage.blocks:
+                assert block not in self._block_map, f"{block} associated with more than one stage"
+                self._block_map[block] = stage
         if self._block_map:
 
             class Local:
@@ -77,9 +60,11 @@ class PipelinedExecution:
         assert block_id in self._block_map, f"Unknown block {block_id}"
         return self._block_map[block_id]
 
-    def _manager(self) -> "_BlockList":
-        """Return a fresh list of blocks for every trace."""
-        return _BlockList(self._block_map)
+    def find_stage(self, block: Any) -> Stage:
+        assert block in self._block_map, (
+            f"Unknown Block '{block}' list of expected Blocks: {list(self._block_map)}"
+        )
+        return self._block_map[block]
 
     def backendOptions(self) -> Dict[str, Any]:
         return {"execution_mode": self.execution_mode}
