@@ -218,5 +218,5 @@ def test_every_test_is_run_by_make_test_or_by_make_test_slow() -> None:
         marks = {"slow": slow, "browser": browser}
         runs = {target: eval(marked or default, {}, marks) for target, marked in chosen.items()}
         assert runs["test"] + runs["test-slow"] == runs["test-all"] == (not browser)
-    in_ci = re.findall(r"^make (test[-a-z]*)", texts[".ci/run"], re.MULTILINE)
+    in_ci = re.findall(r"^ *make (test[-a-z]*)", texts[".ci/run"], re.MULTILINE)
     assert in_ci == ["test", "test-slow"]

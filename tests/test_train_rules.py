@@ -36,7 +36,7 @@ RESUMED = {
     "shrinking": SGD, "compensation-adaptive": SGD, "gap-warmup": SGD, "prediction-optimizer+t1": ADAMW,
     "feedback+t2": SGD, "spectrain-1f1b": SGD,
 }  # fmt: skip
-RESUMED_ROWS = {**ROWS, "gpipe": Row("gpipe", {})}
+RESUMED_ROWS = {**ROWS, "gpipe": Row("gpipe", {}), "2bw": Row("pipedream_2bw", {})}
 
 
 def test_the_resumed_rows_have_every_argument_of_the_table() -> None:
