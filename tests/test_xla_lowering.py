@@ -225,20 +225,10 @@ def make_special(one: Call) -> Call:
 def list_calls(name: str, samples: Dict[str, List[Call]]) -> List[Call]:
     """Return the calls of an operation: torch's samples, on special values, and those by hand."""
     calls = [one for one in samples[name] if not find_faults(name, one)]
-    if "convolution" in name:
-        calls = [one for one in calls if not is_known_fault(one, 4 if "backward" in name else 3)]
     is_pointwise = torch.Tag.pointwise in find_operation(name).tags
     if is_pointwise and name not in UNORDERED:
         calls += map(make_special, samples[name][:2])
     return [*calls, *CASES.get(name, [])]
-
-
-def is_known_fault(one: Call, first: int) -> bool:
-    """Return whether xla fails where torch convolves: with padding="valid", which is one number for
-    all dimensions, and with an output padding that reaches a stride. `first`: of the settings.
-    """
-    stride, padding, _, _, added, _ = one.args[first : first + 6]
-    return len(padding) < len(stride) or any(a >= s for a, s in zip(added, stride))
 
 
 def find_faults(name: str, one: Call) -> List[str]:

@@ -22,10 +22,12 @@ def _convolve(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    sizes: Sequence[int | None],
 ) -> Any:
+    """Return the first `sizes` outputs in each dimension of a convolution."""
     spatial = "DHW"[5 - weight.ndim :]
     names = (f"NC{spatial}", f"OI{spatial}", f"NC{spatial}")
-    return lax.conv_general_dilated(
+    output = lax.conv_general_dilated(
         x,
         weight,
         tuple(stride),
@@ -36,13 +38,22 @@ def _convolve(
         groups,
         precision=PRECISION,
     )
+    # an output padding beyond the stride makes room for more
+    return output[(..., *map(slice, sizes))]
+
+
+def _spread(weight: Any, settings: Sequence[Any]) -> list[Sequence[int]]:
+    """Return settings with a number for each dimension: one may stand for all."""
+    return [list(one) * (1 if len(one) > 1 else weight.ndim - 2) for one in settings]
 
 
 def _convolution(x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
-    stride, padding, dilation, is_transposed, added, groups = settings
+    *windows, is_transposed, added, groups = settings
+    stride, padding, dilation, added = _spread(weight, [*windows, added])
 
-    def convolve(x: Any) -> Any:
-        return _convolve(x, weight, stride, padding, dilation, groups)
+    def convolve(y: Any) -> Any:
+        sizes = x.shape[2:] if is_transposed else (None,) * (weight.ndim - 2)
+        return _convolve(y, weight, stride, padding, dilation, groups, sizes)
 
     if is_transposed:
         sizes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, added)
@@ -63,12 +74,13 @@ def _convolution(x: Any, weight: Any, bias: Any, *settings: Any) -> Any:
 def _differentiate_convolution(
     gradient: Any, x: Any, weight: Any, bias_sizes: Any, *settings: Any
 ) -> tuple[Any, Any, Any]:
-    stride, padding, dilation, is_transposed, _, groups, mask = settings
+    *windows, is_transposed, _, groups, mask = settings
+    stride, padding, dilation = _spread(weight, windows)
     # a transposed convolution goes from the outputs of a convolution to its inputs
     x, y = (gradient, x) if is_transposed else (x, gradient)
 
     def convolve(x: Any, weight: Any) -> Any:
-        return _convolve(x, weight, stride, padding, dilation, groups)
+        return _convolve(x, weight, stride, padding, dilation, groups, y.shape[2:])
 
     of_input = of_weight = of_bias = None
     if mask[0] and is_transposed:
