@@ -133,6 +133,16 @@ class SharedWeightModel(nn.Module):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
 
 
+class SharedMemoryModel(SharedWeightModel):
+    """Model whose first and last layer have two parameters in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # no conversion is left, which would give each its own memory
+        self.double()
+        self.c.weight = nn.Parameter(self.a.weight.data)
+
+
 class TrainedLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -274,6 +284,11 @@ REFUSED: Dict[str, Refusal] = {
         {"method": "pipemare"}, "model: with pipemare the backward", "model: with pipemare the backward", make_weight_norm
     ),
     "tied weight": Refusal({"method": "pipedream", "stages": ["b"]}, "stages: ", "stages: ", SharedWeightModel),
+    "one memory": Refusal(
+        {"method": "pipedream", "stages": ["b"]}, "model: a.weight, c.weight: parameters in one memory",
+        "model: a.weight, c.weight: parameters in one memory",
+        SharedMemoryModel,
+    ),
     # rows of a file, which the test writes
     "order of forwards": Refusal(
         {"method": "rows", "rows": ["0F1,0F0,,,0B0,0B1", ",1F1,1F0,1B0,1B1"]}, "method_args.file", "method_args.file",
