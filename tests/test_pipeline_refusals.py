@@ -24,6 +24,7 @@ from ipu_pipe.refusals import ARGUMENTS, BEGIN, END, Language
 from tests.support.loops import make_perceptron
 from tests.support.processes import run_in_group
 from tests.support.runs import needs_processes
+from tests.test_backend_facts import CountingLoss
 
 SAMPLES, EPOCH = 4, 12
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -341,6 +342,9 @@ ON_PROCESSES: Dict[str, Refusal] = {
     "tied and corrected": Refusal(
         {**set_args("pipedream_2bw", weight_prediction={}), "microbatches": 2, "stages": ["b"]},
         "method_args.weight_prediction", "method_args.weight_prediction", SharedWeightModel,
+    ),
+    "loss of blocks": Refusal(
+        choose_local_greedy(), "loss: CountingLoss: keeps", "loss: CountingLoss: keeps", loss=CountingLoss()
     ),
     "clip old": REFUSED["clip old"],
     "counter of replicas": REFUSED["counter of replicas"]._replace(arguments={"replicas": 2, "stages": 1}),
