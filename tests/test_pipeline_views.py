@@ -211,3 +211,21 @@ def test_a_trace_leaves_the_state_of_the_loss_as_it_is(tmp_path: Path) -> None:
     pipe.trace(tmp_path)
     assert loss.calls == 1
     pipe.close()
+
+
+def trace_past_a_freeze(rank: int, folder: Path) -> None:
+    keys: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
+    loop = Loop(ON_PROCESSES["gpipe"], share=take_share, trace=True, **keys)
+    loop.run(0, 2)
+    next(loop.model.parameters()).requires_grad_(False)
+    loop.run(2, 4)
+    trace = loop.pipe.trace(folder)
+    accumulate = loop.pipe.schedule.accumulate
+    loop.close()
+    assert trace is None or list_updates(trace.file, accumulate) == {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+@needs_processes
+def test_stages_that_are_built_again_go_on_with_the_trace(tmp_path: Path) -> None:
+    run_in_group(2, trace_past_a_freeze, tmp_path)
