@@ -7,6 +7,7 @@ import gc
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Type
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -446,3 +447,25 @@ def test_wrong_settings_by_stage_are_one_line(by_stage: Any, line: str) -> None:
     with pytest.raises(BadInput, match=f"^{line}"):
         pipe = make_pipeline(by_stage=by_stage, stages=["2"])
         pipe.step(*make_batch(0))
+
+
+class HarmonicArray(torch.optim.SGD):
+    """Divide the rate by the number of steps, which an array of each group counts."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group.update(counts=np.zeros(2), others=[torch.ones(2)])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["counts"][0] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["counts"][0])
+
+
+def test_an_array_that_an_optimizer_keeps_in_its_groups_is_kept() -> None:
+    weights, optimizer = train_in_pipeline(HarmonicArray, change_nothing)
+    assert torch.equal(weights, train_plainly(HarmonicArray, change_nothing))
+    assert optimizer.param_groups[0]["counts"].tolist() == [UPDATES, 0]
