@@ -61,6 +61,16 @@ def weigh_loss(output: Any, labels: torch.Tensor, *, weight: torch.Tensor) -> to
     return F.cross_entropy(output["logits"], labels) * weight.mean()
 
 
+class CountingLoss(nn.Module):
+    """Cross-entropy that is divided by the number of its calls."""
+
+    calls = 0
+
+    def forward(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, labels) / self.calls
+
+
 def make_objects(name: str) -> Dict[str, Any]:
     """Return the objects from Python that a job with a feature is built with."""
     model = mlp(layers=4)
@@ -84,6 +94,8 @@ def make_objects(name: str) -> Dict[str, Any]:
     if name.startswith("a loss that takes"):
         batches = [{"x": x, "labels": y, "weight": x[:, 0]} for x, y in pairs]
         return {"data": from_loader(batches), "model": Scored(), "loss": weigh_loss}
+    if name.startswith("a loss that keeps"):
+        return {"loss": CountingLoss()}
     if name.startswith("data without"):
         return {"data": from_loader(iter(pairs), pairs)}
     return {}
@@ -105,6 +117,7 @@ SETTINGS: Dict[str, List[str]] = {
     "`ema`": ["ema={decay: 0.9}"],
     "`ema` of a weight in two stages": ["ema={decay: 0.9}"],
     "`lr_schedule.name: plateau`": ["lr_schedule.name=plateau", "evaluate.steps=4"],
+    "a loss that keeps a state, with replicas or blocks with losses of their own": ["replicas=2"],
     "data without a length, by `train`": ["steps=4", "epochs=null", "evaluate.steps=4"],
     "learning rates of parameter groups, by `train`": [
         "optimizer.groups=[{ndim: 2, name: sgd, lr: 0.1}, {name: sgd, lr: 0.2}]"

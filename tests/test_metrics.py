@@ -121,3 +121,23 @@ def test_metrics_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
     assert resumed["initial"] == whole["initial"]
     assert resumed["final"]["test_loss"] == whole["final"]["test_loss"]
     assert resumed["final"]["test_top3"] > resumed["final"]["test_accuracy"]
+
+
+class Fixed:
+    """A metric whose value is always `value`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def update(self, output: Any, y: Any) -> None:
+        """Gather nothing."""
+
+    def compute(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize("value", [{"f1": 1.0}, torch.ones(3), None, "0.5"], ids=str)
+def test_an_object_that_computes_more_than_a_number_is_named(value: Any) -> None:
+    output, y = torch.randn(2, 4), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(BadInput, match=r"^metrics: fixed.compute\(\): returned "):
+        evaluate_metrics({"fixed": Fixed(value)}, nn.functional.cross_entropy, output, y, [2])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault
-from ipu_pipe.update.coupling import Coupling, find_coupling
+from ipu_pipe.update.coupling import Coupling, find_coupling, list_faults
 from tests.support.processes import end_rank, run_in_group
 from tests.support.runs import needs_processes
 from tests.test_pipeline_state import Harmonic, flatten, make_batch, make_model, make_pipeline
@@ -421,3 +423,49 @@ def test_wrong_settings_by_stage_are_one_line(by_stage: Any, line: str) -> None:
     with pytest.raises(BadInput, match=f"^{line}"):
         pipe = make_pipeline(by_stage=by_stage, stages=["2"])
         pipe.step(*make_batch(0))
+
+
+class HarmonicArray(torch.optim.SGD):
+    """Divide the rate by the number of steps, which an array of each group counts."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group.update(counts=np.zeros(2), others=[torch.ones(2)])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["counts"][0] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["counts"][0])
+
+
+def test_an_array_that_an_optimizer_keeps_in_its_groups_is_kept() -> None:
+    weights, optimizer = train_in_pipeline(HarmonicArray, change_nothing)
+    assert torch.equal(weights, train_plainly(HarmonicArray, change_nothing))
+    assert optimizer.param_groups[0]["counts"].tolist() == [UPDATES, 0]
+
+
+class InOrder(torch.optim.SGD):
+    """Keep momentum in a list, in the order of all parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.velocities = [torch.zeros_like(p) for p in every]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"]]
+        for p, velocity in zip(every, self.velocities):
+            p.sub_(velocity.mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_warned_about_where_stages_step_apart() -> None:
+    optimizer = InOrder([nn.Parameter(torch.ones(3, 5))])
+    with pytest.warns(UserWarning, match="^optimizer: InOrder: a trial of its step .* failed"):
+        assert list_faults(optimizer, False, True, False) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list_faults(optimizer, True, True, False) == []

@@ -24,6 +24,7 @@ from ipu_pipe.refusals import ARGUMENTS, BEGIN, END, Language
 from tests.support.loops import make_perceptron
 from tests.support.processes import run_in_group
 from tests.support.runs import needs_processes
+from tests.test_backend_facts import CountingLoss
 
 SAMPLES, EPOCH = 4, 12
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -131,6 +132,16 @@ class SharedWeightModel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class SharedMemoryModel(SharedWeightModel):
+    """Model whose first and last layer have two parameters in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # no conversion is left, which would give each its own memory
+        self.double()
+        self.c.weight = nn.Parameter(self.a.weight.data)
 
 
 class TrainedLoss(nn.Module):
@@ -326,6 +337,11 @@ REFUSED: Dict[str, Refusal] = {
         {"method": "pipemare"}, "model: with pipemare the backward", make_weight_norm
     ),
     "tied weight": Refusal({"method": "pipedream", "stages": ["b"]}, "stages: ", SharedWeightModel),
+    "one memory": Refusal(
+        {"method": "pipedream", "stages": ["b"]},
+        "model: a.weight, c.weight: parameters in one memory",
+        SharedMemoryModel,
+    ),
     # rows of a file, which the test writes
     "order of forwards": Refusal(
         {"method": "rows", "rows": ["0F1,0F0,,,0B0,0B1", ",1F1,1F0,1B0,1B1"]},
@@ -390,6 +406,12 @@ ON_PROCESSES: Dict[str, Refusal] = {
         {**set_args("pipedream_2bw", weight_prediction={}), "microbatches": 2, "stages": ["b"]},
         "method_args.weight_prediction",
         SharedWeightModel,
+    ),
+    "loss of blocks": Refusal(
+        choose_local_greedy(),
+        "loss: CountingLoss: keeps",
+        "loss: CountingLoss: keeps",
+        loss=CountingLoss(),
     ),
     "clip old": REFUSED["clip old"],
     "counter of replicas": REFUSED["counter of replicas"]._replace(

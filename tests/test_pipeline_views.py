@@ -167,3 +167,43 @@ def compare_shown_traces(rank: int, folder: Path) -> None:
 @needs_processes
 def test_the_trace_of_processes_is_measured(tmp_path: Path) -> None:
     run_in_group(2, compare_shown_traces, tmp_path)
+
+
+class _CountingLoss(torch.nn.Module):
+    """Mean squared error, divided by the number of its calls."""
+
+    calls = 0
+
+    def forward(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (output - y).square().mean() / self.calls
+
+
+def test_a_trace_leaves_the_state_of_the_loss_as_it_is(tmp_path: Path) -> None:
+    model, loss = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), _CountingLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipe = ipu_pipe.Pipeline(
+        model, loss, optimizer, "gpipe", stages=2, microbatches=1, trace=range(1)
+    )
+    pipe.step(torch.ones(2, 2), torch.zeros(2, 2))
+    pipe.trace(tmp_path)
+    assert loss.calls == 1
+    pipe.close()
+
+
+def trace_past_a_freeze(rank: int, folder: Path) -> None:
+    keys: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
+    loop = Loop(ON_PROCESSES["gpipe"], share=take_share, trace=True, **keys)
+    loop.run(0, 2)
+    next(loop.model.parameters()).requires_grad_(False)
+    loop.run(2, 4)
+    trace = loop.pipe.trace(folder)
+    accumulate = loop.pipe.schedule.accumulate
+    loop.close()
+    assert trace is None or list_updates(trace.file, accumulate) == {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+@needs_processes
+def test_stages_that_are_built_again_go_on_with_the_trace(tmp_path: Path) -> None:
+    run_in_group(2, trace_past_a_freeze, tmp_path)

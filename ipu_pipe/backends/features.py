@@ -14,8 +14,11 @@ from typing import Any, Callable, Mapping, NamedTuple
 
 import torch
 
+from ipu_pipe.cut.loss_verification import LossTrial, keeps_state
 from ipu_pipe.job.record import Job
 from ipu_pipe.model.loss import OwnLoss, takes_whole_output
+from ipu_pipe.model.precision import get_user_loss
+from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.refusals import BATCH, NONE, OWN_LOSS, Argument, Words, show_value
 from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.text import list_some
@@ -114,6 +117,20 @@ def _find_own_rates(job: Job) -> str:
     # a run of a config has one rate, of which stages take shares; a loop sets that of each group
     differ = any(group["lr"] != job.base_rate for group in job.optimizer.param_groups)
     return "parameter groups with different learning rates" if job.base_rate and differ else ""
+
+
+def _find_stateful_loss(job: Job) -> str:
+    has_copies = job.config.replicas > 1 or job.method.structure is not None
+    # a forward of sharded weights cannot be tried
+    if not has_copies or job.precision.is_sharded:
+        return ""
+    randomness = KeyedRandomness(job.model, job.effects.draws, 0, job.device)
+    trial = LossTrial(job.model, (), job.loss, job.example, randomness)
+    loss = get_user_loss(job.loss)
+    try:
+        return getattr(loss, "__name__", type(loss).__name__) if keeps_state(trial) else ""
+    finally:
+        randomness.remove()
 
 
 _EQUAL = "all microbatches count the same on xla"
@@ -256,6 +273,13 @@ FEATURES = (
             job.requested_fields and f"takes {', '.join(job.requested_fields)} of the batch"
         ),
         {IPUS: "on IPUs a loss takes only outputs and labels"},
+    ),
+    Feature(
+        "a loss that keeps a state, with replicas or blocks with losses of their own",
+        "loss",
+        _find_stateful_loss,
+        {PROCESSES: "keeps a state, of which the process of each replica or block has its own"},
+        "a loss without a state",
     ),
     Feature(
         "batches that are not two tensors",

@@ -173,6 +173,20 @@ def list_foreign_reads(
     return faults
 
 
+def keeps_state(trial: LossTrial) -> bool:
+    """Return whether a loss gives another value when it is called again with the same output; model
+    and loss are left as they were.
+    """
+    if takes_output_alone(trial.loss) or get_first_tensor(trial.example[0]).is_meta:
+        return False
+    with trial.restore(), torch.enable_grad():
+        output = trial.call_whole()[-1]
+        # copies, because a loss may write to its output
+        values = [trial.compute_loss(_detach(output)).tolist() for _ in range(2)]
+    # as text, in which NaN equals NaN
+    return str(values[0]) != str(values[1])
+
+
 def _explain_difference(
     trial: LossTrial,
     stage: LossStage,

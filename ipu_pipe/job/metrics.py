@@ -72,7 +72,8 @@ class _ObjectSums(MetricSums):
     blocks has its own.
     """
 
-    def __init__(self, metric: Any) -> None:
+    def __init__(self, name: str, metric: Any) -> None:
+        self._name = name
         self._metric = copy.deepcopy(metric)
         self._batches = 0
         # the user's object may have gathered something before, which a copy has too
@@ -85,8 +86,10 @@ class _ObjectSums(MetricSums):
 
     def sums(self) -> torch.Tensor:
         # several processes each have a value: their mean counts, over those that saw a batch
-        value = float(self._metric.compute()) if self._batches else 0.0
-        return torch.tensor([value, float(self._batches > 0)], dtype=torch.float64)
+        if not self._batches:
+            return torch.zeros(2, dtype=torch.float64)
+        value = _read_number(f"{self._name}.compute()", self._metric.compute(), "one number")
+        return torch.stack([value, torch.ones_like(value)])
 
 
 # ---- metrics of the library
@@ -179,6 +182,26 @@ DEFAULT = (_find_metric(ACCURACY),)
 # ---- the user's own
 
 
+def _read_number(name: str, returned: Any, expected: str) -> torch.Tensor:
+    """Return the value that a user's metric has returned as a tensor in float64  # ()
+
+    Raise `BadInput` with what is `expected` if it is not one number.
+    """
+    try:
+        # detached: a mean of values that kept their graphs would keep all batches
+        value = torch.as_tensor(returned, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(
+            f"metrics: {name}: returned {describe_kind(returned)}: must return {expected}"
+        ) from error
+    if value.numel() != 1:
+        raise BadInput(
+            f"metrics: {name}: returned a tensor of shape {tuple(value.shape)}: must return "
+            f"{expected}"
+        )
+    return value.reshape(())
+
+
 def _make_own_metric(name: str, metric: Any) -> Metric:
     """Return the metric of a function (output, y) -> value, or of an object with update and
     compute.
@@ -187,27 +210,13 @@ def _make_own_metric(name: str, metric: Any) -> Metric:
         return Metric(
             name,
             2,
-            lambda: _ObjectSums(metric),
+            lambda: _ObjectSums(name, metric),
             lambda sums: sums[0] / sums[1] if sums[1] else None,
         )
 
     def sum_batch(output: Any, y: Any, samples: int) -> torch.Tensor:
-        returned = metric(output, y)
-        try:
-            # detached: a mean of values that kept their graphs would keep all batches
-            value = torch.as_tensor(returned, dtype=torch.float64).detach()
-        except (TypeError, ValueError, RuntimeError) as error:
-            kind = describe_kind(returned)
-            raise BadInput(
-                f"metrics: {name}: returned {kind}: must return one number per batch"
-            ) from error
-        if value.numel() != 1:
-            shape = tuple(value.shape)
-            raise BadInput(
-                f"metrics: {name}: returned a tensor of shape {shape}: must return one number per "
-                f"batch"
-            )
-        return torch.stack([value.new_tensor(float(samples)), value.reshape(()) * samples])
+        value = _read_number(name, metric(output, y), "one number per batch")
+        return torch.stack([value.new_tensor(float(samples)), value * samples])
 
     return Metric(
         name,

@@ -314,6 +314,20 @@ def get_storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
+def list_at_one_address(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names of different tensors in one memory, such as views of one weight, a list for
+    each memory.
+    """
+    names_by_address: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        # the address, since views of one storage may lie beside one another; a shard is a DTensor
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        names_by_address.setdefault(local.data_ptr(), []).append(name)
+    # meta tensors and empty ones have no address
+    names_by_address.pop(0, None)
+    return [names for names in names_by_address.values() if len(names) > 1]
+
+
 def _count_storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's whole storage."""
     dense = tensor.layout is torch.strided

@@ -23,6 +23,7 @@ import zlib
 from collections.abc import MutableMapping
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -54,12 +55,21 @@ def is_same_setting(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     # by their types, too, since 1 equals True
-    return type(one) is type(other) and bool(one == other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    # part by part, since == of lists of tensors is not a truth value
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same_setting, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same_setting(one[k], other[k]) for k in one)
+    return bool(one == other)
 
 
 def describe_setting(value: Any) -> str:
     """Return a setting as text that is the same in every process."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, np.ndarray)):
         return repr(value.tolist())
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(describe_setting, value))})"

@@ -948,7 +948,8 @@ class Pipeline:
 
         "stages": weight copies, delays, microbatches in flight, and bytes of weights, gradients,
         optimizer and activations. "devices": the same by device. "peak_memory": the measured peak
-        of each device by category, in bytes.
+        of each device by category, in bytes; it begins anew when a change between two steps, such
+        as a frozen weight, builds the stages again.
         """
         self._require_usable("memory")
         job = self._plan_job("memory")
@@ -1100,9 +1101,11 @@ class Pipeline:
                     job.compared = self._handle.compared
                 job.rules.after_update = self._call_back
                 if job.traced_updates:
-                    self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
+                    # one built anew goes on with the events of the earlier one
+                    if self._events_folder is None:
+                        self._events_folder = tempfile.TemporaryDirectory(prefix="ipu_pipe-")
                     job.folder = Path(self._events_folder.name)
-                flow = Flow(job)
+                flow = Flow(job, 0 if self._loaded is None else self._loaded.updates)
             undo.pop_all()
         self._job = job
         self._flow = flow

@@ -17,6 +17,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.job.stability import explain_divergence
 from ipu_pipe.model.batch import get_first_tensor
 from ipu_pipe.model.loss import Loss
+from ipu_pipe.model.observation import list_at_one_address
 from ipu_pipe.refusals import Argument, Refusal
 from ipu_pipe.replay.replays import (
     RandomizedReplays,
@@ -174,6 +175,10 @@ def require_finite(job: Job, k: int, losses: Iterable[float | None]) -> None:
     )
 
 
+# the remedy for two parameters in one memory
+MAKE_ONE = "make them one parameter (b.weight = a.weight), or clone one"
+
+
 def list_exactness_faults(job: Job) -> list[str]:
     """Return the reasons why emulator and processes cannot run a job exactly."""
     method = job.method
@@ -181,6 +186,8 @@ def list_exactness_faults(job: Job) -> list[str]:
     reasons = [str(refusal) for refusal in _explain_clipping(job)]
     if reads_old or job.config.replicas > 1:
         reasons += _explain_written_weights(job)
+    if reads_old:
+        reasons += _explain_shared_memory(job)
     if reads_old and method.backward_reads is Reads.NEWEST and job.observation.derived:
         reasons.append(
             f"model: with {method.name} the backward must read newer weights than the forward, "
@@ -237,6 +244,20 @@ def _explain_written_weights(job: Job) -> list[str]:
         f"model: {list_some(job.effects.weights)}: the forward writes this weight (max_norm of "
         f"an embedding?), and {why}:"
         " write no weight, or use a method that flushes, without replicas"
+    ]
+
+
+def _explain_shared_memory(job: Job) -> list[str]:
+    """Return a line for each memory of several parameters, which versions of one of them would take
+    from the others.
+    """
+    parameters = dict(job.model.named_parameters())
+    return [
+        f"model: {list_some(names)}: parameters in one memory, and with {job.method.name} several "
+        f"versions are in use, each in a memory of its own: {MAKE_ONE}"
+        for names in list_at_one_address(parameters)
+        # frozen ones have one version
+        if any(parameters[name].requires_grad for name in names)
     ]
 
 

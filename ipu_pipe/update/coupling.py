@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import collections
 import copy
+import warnings
 from typing import NamedTuple, Sequence
 
 import torch
 from torch import nn
 
+from ipu_pipe.errors import summarize
 from ipu_pipe.model.devices import fork_random, seed_random
 from ipu_pipe.update.optimizer import ELEMENTWISE, copy_group
 
@@ -33,16 +35,18 @@ RATE = 0.1
 
 class Coupling(NamedTuple):
     """What an optimizer shares: between the parameters `of_a_group`, between those `of_all` groups;
-    and whether it `keeps_settings`, writes into its groups when it steps.
+    and whether it `keeps_settings`, writes into its groups when it steps. `fault`: why it could not
+    be tried, which leaves all of this unknown.
     """
 
     of_a_group: bool = False
     of_all: bool = False
     keeps_settings: bool = False
+    fault: str = ""
 
 
 def find_coupling(optimizer: torch.optim.Optimizer) -> Coupling:
-    """Return what an optimizer shares between parameters; nothing if it cannot be tried."""
+    """Return what an optimizer shares between parameters, or why it cannot be tried."""
     if type(optimizer) in ELEMENTWISE:
         return Coupling()
     # the caller's generators stay where they are
@@ -58,8 +62,8 @@ def find_coupling(optimizer: torch.optim.Optimizer) -> Coupling:
                 _try(optimizer, [[scale]], number)[0][0] for number, scale in enumerate(SCALES)
             ]
         # some need a closure, or parameters of their own
-        except Exception:
-            return Coupling()
+        except Exception as error:
+            return Coupling(fault=summarize(error))
     of_a_group = not _are_close(together, groups)
     return Coupling(of_a_group, not _are_close(together, alone), keeps_settings)
 
@@ -119,13 +123,21 @@ def _are_close(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bo
 def list_faults(
     optimizer: torch.optim.Optimizer, steps_at_once: bool, has_stages: bool, takes_turns: bool
 ) -> list[str]:
-    """List the reasons why an optimizer cannot step in a pipeline.
+    """List the reasons why an optimizer cannot step in a pipeline; warn if they are not known.
 
     `steps_at_once`: one optimizer steps all stages in each update. `has_stages`: there are several.
     `takes_turns`: replicas with weights of their own step it one after another.
     """
     name = type(optimizer).__name__
     coupling = find_coupling(optimizer)
+    # a warning, since an optimizer may need a GPU or parameters of its own, and be right
+    if has_stages and coupling.fault and not steps_at_once:
+        warnings.warn(
+            f"optimizer: {name}: a trial of its step on a small copy failed ({coupling.fault}): if "
+            f"the step of a parameter depends on other parameters or their order, the weights will "
+            f"be wrong, since each stage steps by itself",
+            stacklevel=2,
+        )
     if takes_turns and coupling.keeps_settings:
         return [
             f"optimizer: {name}: keeps a state in its groups, and replicas with weights of their "

@@ -20,6 +20,8 @@ from ipu_pipe.model.batch import call_model, clone_tensors, count_bytes, count_s
 from ipu_pipe.model.devices import get_kind
 from ipu_pipe.model.flops import BACKWARD
 from ipu_pipe.model.loss import compute_losses
+from ipu_pipe.model.precision import get_user_loss
+from ipu_pipe.model.restoring import restore_function
 from ipu_pipe.model.timing import (
     SECONDS_OF_STAGE,
     BestSeconds,
@@ -43,7 +45,7 @@ def time_stages(run: Run) -> StageSeconds:
     """Return the least times of passes of the run's example, or only the reason if the user's code
     cannot do another pass.
 
-    Weights, buffers, gradients and random states stay as they are.
+    Weights, buffers, gradients, random states and a loss's own state stay as they are.
     """
     try:
         passes = _time_passes(run)
@@ -84,7 +86,9 @@ def _time_passes(run: Run) -> PassSeconds:
         return compute_losses(run.loss, call_model(run.model, clone_tensors(x)), clone_tensors(y))
 
     seconds = SECONDS_OF_STAGE * len(run.partition)
-    return time_passes(run.model, run_forward, run.partition.begins, flops, seconds)
+    # a loss may keep a state, with which a training that is still under way goes on
+    with restore_function(get_user_loss(run.loss)):
+        return time_passes(run.model, run_forward, run.partition.begins, flops, seconds)
 
 
 def _time_updates(run: Run) -> BestSeconds:

@@ -25,6 +25,7 @@ from ipu_pipe.cut.cutting import Piece, cut_model
 from ipu_pipe.cut.verification import TrainingEffects, verify_pieces
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.factories import Placed, place_blocks
+from ipu_pipe.model.observation import list_at_one_address
 from ipu_pipe.model.stages import (
     Partition,
     group_stages,
@@ -33,6 +34,7 @@ from ipu_pipe.model.stages import (
     share_weights,
 )
 from ipu_pipe.refusals import EMULATOR, Argument
+from ipu_pipe.replay.work import MAKE_ONE
 from ipu_pipe.schedule.methods import Method, Order, Reads
 from ipu_pipe.schedule.rows import read_csv
 from ipu_pipe.schedule.table import list_stages
@@ -374,20 +376,15 @@ def _explain_changed_buffers(
 
 def _explain_shared_memory(cut: Sequence[Piece]) -> list[str]:
     """Return a line for each parameter of a stage in the memory of another stage's parameter."""
-    lines = []
-    first_at: dict[int, tuple[int, str, nn.Parameter]] = {}
+    stage_of: dict[str, int] = {}
     for stage, piece in enumerate(cut):
-        parameters = dict(piece.cut.model.named_parameters())
         for name in piece.list_weights():
-            p = parameters[name]
-            # by address: two parameters in one memory are different objects
-            first, first_name, first_parameter = first_at.setdefault(p.data_ptr(), (stage, name, p))
-            # tensors on the meta device all have the address 0
-            if first_parameter is not p and first != stage and not p.is_meta:
-                lines.append(
-                    f"model: {first_name} on stage {first} and {name} on stage {stage} are two "
-                    f"parameters in one memory, which"
-                    " processes do not share: make them one parameter (b.weight = a.weight), or "
-                    "clone one"
-                )
-    return lines
+            stage_of.setdefault(name, stage)
+    parameters = dict(cut[0].cut.model.named_parameters())
+    return [
+        f"model: {first} on stage {stage_of[first]} and {name} on stage {stage_of[name]} are two "
+        f"parameters in one memory, which processes do not share: {MAKE_ONE}"
+        for first, *others in list_at_one_address({name: parameters[name] for name in stage_of})
+        for name in others
+        if stage_of[name] != stage_of[first]
+    ]

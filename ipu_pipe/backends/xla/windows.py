@@ -39,7 +39,8 @@ def _convolve(
         precision=PRECISION,
     )
     # an output padding beyond the stride makes room for more
-    return output[(..., *map(slice, sizes))]
+    inside: Any = (..., *map(slice, sizes))
+    return output[inside]
 
 
 def _spread(weight: Any, settings: Sequence[Any]) -> list[Sequence[int]]:
