@@ -263,3 +263,22 @@ def test_wandb_has_config_lines_and_summary_in_one_run(
     final = read_summary(out)["final"]["test_loss"]
     assert b"micro_batch_size" in logged and b"planned_utilization" in logged
     assert repr(final).encode() in logged
+
+
+def test_a_data_source_that_calls_exit_ends_the_run_as_a_fault(tmp_path: Path) -> None:
+    class Data:
+        def __init__(self) -> None:
+            self.inner = ipu_pipe.load_data("digits")
+            self.train_batches_per_epoch, self.test_batches = (
+                self.inner.train_batches_per_epoch,
+                self.inner.test_batches,
+            )
+
+        def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
+            if index == 5:
+                sys.exit()
+            return self.inner.train_batch(epoch, index, batch_size)
+
+    with pytest.raises(RunFault):
+        train_short_digits(tmp_path / "run", "steps=8", data=Data())
+    assert not (tmp_path / "run" / "summary.json").exists()

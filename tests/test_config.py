@@ -514,3 +514,33 @@ def test_traced_updates(empty_folder: Path, trace: Any, accumulate: int, updates
     chosen = config.log.trace
     assert (chosen and chosen.updates(accumulate)) == updates
     assert Config.model_validate(config.to_dict()) == config
+
+
+def test_a_circle_names_the_file_that_closes_it(empty_folder: Path) -> None:
+    Path("a.yaml").write_text("extends: b.yaml\n")
+    Path("b.yaml").write_text("extends: a.yaml\n")
+    with pytest.raises(
+        BadInput,
+        match="^b.yaml: extends: a.yaml: more than 20 files extend one another, or in a circle$",
+    ):
+        load_config("a.yaml")
+
+
+def test_a_dumped_config_means_the_same_to_a_reader_of_yaml_1_1() -> None:
+    values = {"a": "no", "b": "1:30", "c": "2026-01-01", "d": "1_0", "e": "1e-3"}
+    assert (
+        yaml.safe_load(dump_config(configure(model={"entry": "m:f", "args": values})))["model"][
+            "args"
+        ]
+        == values
+    )
+
+
+def test_a_file_without_permission_is_reported_as_such(
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_permission_error(*arguments: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", raise_permission_error)  # root may read every file
+    assert_faults_begin(list_faults(load_config, "x.yaml"), "x.yaml: cannot be read: ")

@@ -331,3 +331,20 @@ def test_every_command_that_reads_a_config_is_tried() -> None:
         if {"config", "run"} & set(module.main.make_parser().list_positional()):
             reading.add(name)
     assert set(map(name_command, LINES)) == reading
+
+
+def test_readme_names_the_commands_that_import() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    importing, _, harmless = (
+        readme.partition("A config names code to import")[2].partition("\n\n")[0].partition(". ")
+    )
+    for row, keys in read_documented_imports().items():
+        assert f"`{name_command(row)}" in (importing if keys else harmless), row
+    assert "--dry-run" in importing
+
+
+def test_the_page_lists_every_command() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    section = text.partition("## Commands\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^- (`[\w-]+`): ", section, re.MULTILINE)
+    assert set(map(name_command, rows)) == set(COMMANDS)

@@ -28,6 +28,7 @@ from ipu_pipe.backends.processes.launch import compare_requests, make_request
 from ipu_pipe.backends.processes.layout import RankLayout
 from ipu_pipe.backends.processes.lost_ranks import LostRank
 from ipu_pipe.cli import train as tool
+from ipu_pipe.comparison.method_comparison import write_comparison
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault
@@ -40,6 +41,8 @@ from tests.command_line import run_here
 from tests.support.runs import DIGITS, ROOT, list_faults, needs_processes
 from tests.support.slow import mark_slow
 from tools.experiments.experiment import (
+    Findings,
+    Outcome,
     call_with_picklable_faults,
 )
 
@@ -605,3 +608,12 @@ def test_a_pipe_in_a_runs_folder_does_not_hang_it(tmp_path: Path) -> None:
     assert read_summary(tmp_path) is None
     with pytest.raises(RunFault, match="metrics.jsonl: is not a file"):
         folder.open_metrics(3)
+
+
+def test_results_that_cannot_be_written_are_reported_with_their_file(tmp_path: Path) -> None:
+    (tmp_path / "throughput.json").mkdir()
+    with pytest.raises(RunFault, match="throughput.json: cannot be written: Is a directory"):
+        write_comparison({"throughput": {}}, tmp_path)
+    (tmp_path / "results.json").mkdir()
+    with pytest.raises(RunFault, match="results.json: cannot be written: Is a directory"):
+        Outcome({}, "", tmp_path, Findings({}, [], "", [], [])).write(tmp_path)

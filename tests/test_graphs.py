@@ -299,3 +299,18 @@ def test_functional_dropout_is_refused_with_its_module() -> None:
     x, y = torch.randn(3, 4, dtype=torch.float64), draw_classes()
     with pytest.raises(BadInput, match=r"1 \(aten.native_dropout"):
         trace_stages(model, ["2"], (x, y), F.cross_entropy)
+
+
+def test_a_weight_gradient_reads_no_weight_and_a_first_stage_has_no_input_gradient(
+    runs: Dict[str, Run],
+) -> None:
+    for name in ("mlp", "preact_resnet20_batch", "transformer_lm"):
+        run = get_run(runs, name)
+        assert run.graphs[0].differentiable == ()
+        for graphs in run.graphs:
+            shapes = [t.shape for t in graphs.kept]
+            places = [n for n in graphs.weight_gradient.graph.nodes if n.op == "placeholder"]
+            assert [n.meta["val"].shape for n in places] == shapes
+            assert not {n.name for n in places} & {
+                f"primals_{i + 1}" for i in range(len(graphs.weights))
+            }

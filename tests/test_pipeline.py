@@ -445,3 +445,24 @@ def test_stages_are_planned_for_a_hardware():
         assert pipe.microbatches == 2
         pipe.step(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
         assert len(pipe.partition) == 2
+
+
+def test_modules_keep_the_modes_that_they_come_with() -> None:
+    loop = Loop(CASES["pipedream"])
+    statistics = loop.model[3].eval().running_mean.clone()
+    with pytest.warns(UserWarning, match="1 module stays in evaluation mode: 3"):
+        loop.run(0, 3)
+    loop.pipe.evaluate([make_loop_batch(loop.case, 0)])
+    loop.run(3, 5)
+    loop.model.eval()
+    with pytest.raises(RuntimeError, match="mode"):
+        loop.run(5, 6)
+    loop.model.train()
+    loop.model[3].eval()
+    loop.run(5, 6)
+    assert torch.equal(loop.close()[3].running_mean, statistics)
+    whole = Loop(CASES["pipedream"])
+    whole.model.eval()
+    with pytest.warns(UserWarning, match="came in evaluation mode"):
+        whole.run(0, 3)
+    assert not torch.equal(whole.close()[3].running_mean, statistics)

@@ -529,3 +529,14 @@ def test_a_write_in_place_changes_nothing_on_processes(tmp_path: Path) -> None:
         expected = train_a_writer("nothing", method, args)
         files = sorted(tmp_path.glob(f"{method}-*.pt"))
         assert len(files) == 4 and all(torch.equal(torch.load(f), expected) for f in files), method
+
+
+def test_a_pipeline_shows_what_it_trains_and_how_far() -> None:
+    pipe = make_pipeline()
+    train(pipe, 2)
+    assert repr(pipe) == (
+        "Pipeline(method='pipedream', stages=3, microbatches=2, backend='emulator', updates=2, "
+        "in_flight=1)"
+    )
+    pipe.close()
+    assert repr(pipe).endswith("in_flight=0, closed)")

@@ -482,3 +482,15 @@ def test_a_run_without_checkpoints_writes_none_and_starts_again(
     assert not (out / "checkpoints").exists()
     planned = train(make_short_config("steps=12"), tmp_path / "planned", quiet=True)
     assert longer["final"] == planned["final"] and (tmp_path / "planned" / "checkpoints").is_dir()
+
+
+def test_limits_of_training_do_not_apply_to_evaluation(tmp_path: Path, run_train_tool: Any) -> None:
+    """Evaluation once built the whole run, and refused configs that only training cannot run."""
+    report = train(make_short_config(), tmp_path / "run", quiet=True)
+    path = str(tmp_path / "run" / "checkpoints" / "step-12")
+    for pairs in (
+        ["method=pipedream_2bw", "stages=5", "gradient_accumulation=2"],
+        ["data.subset=4"],
+    ):
+        code, output, _ = run_train_tool(DIGITS, *make_set_options(*pairs), "--evaluate", path)
+        assert code == 0 and json.loads(output)["test_loss"] == report["final"]["test_loss"]

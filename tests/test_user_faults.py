@@ -3,6 +3,7 @@ ours; only regular files are read."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -409,3 +410,18 @@ def test_optional_entries_of_a_manifest_are_accepted() -> None:
         {"position": {**POSITION, "best_loss": 0.5, "epoch_loss": float("nan"), "seconds": 3}},
     ):
         assert list_manifest_faults({**WHOLE, **changes}) == []
+
+
+def test_the_users_own_exception_passes_unchanged_through_python(tmp_path: Path) -> None:
+    class CancellingCallback(ipu_pipe.Callback):
+        def on_step(self, now: ipu_pipe.Moment) -> None:
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        ipu_pipe.train(
+            make_short_config("steps=2"),
+            tmp_path / "run",
+            callbacks=[CancellingCallback()],
+            quiet=True,
+        )
+    assert (tmp_path / "run" / "traceback.txt").is_file()

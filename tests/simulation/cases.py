@@ -129,9 +129,6 @@ def draw_case(number: int, rng: random.Random) -> Case:
     method, row, args = keys["method"], METHODS[keys["method"]], keys.setdefault("method_args", {})
     replicas = 2 if rng.random() < 0.25 and row.rounds is None else 1
     devices = rng.choice((2, 2, 3, 4)) if replicas == 1 else rng.choice((1, 2))
-    if "activation_limit" in args:
-        # on one device ranks train other weights than the emulator: a fault that is reported
-        devices = max(devices, 2)
     per_device = keys.get("stages_per_device") or rng.choice((1, 1, 2))
     if row.order is not None and not row.order.fixed and method != "rows":
         keys["stages_per_device"] = per_device
