@@ -122,7 +122,7 @@ bench: install
 # Run all rows of the tables of which the tests have every pair, and compare processes with the emulator bit for bit, every
 # method on five models. Takes half an hour.
 equality: install
-	TESTS_FULL=1 $(PYTEST) -m 'not browser' tests/test_processes_equal_emulator.py tests/test_emulator_exact.py tests/test_rules.py
+	TESTS_FULL=1 $(PYTEST) -m 'not browser' tests/test_processes_equal_emulator.py tests/test_emulator_exact.py tests/test_rules.py tests/test_simulation.py
 	$(BIN)/python tools/fetch_data.py shakespeare
 	$(BIN)/python tools/fetch_data.py translation
 	$(BIN)/python tools/equality.py
