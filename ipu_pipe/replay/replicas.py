@@ -103,8 +103,8 @@ class GradientReplicas:
         for i, (before, now) in enumerate(zip(self._left, _describe_buffers(buffers))):
             if now != before:
                 buffer = buffers[i]
-                for own in self._buffers:
-                    own[i] = None if buffer is None else buffer.clone()
+                for of_replica in self._buffers:
+                    of_replica[i] = None if buffer is None else buffer.clone()
                 self._buffers[0][i] = buffer
         self._left = []
 

@@ -541,8 +541,10 @@ class TrainingLoop:
             state = join_loss(state)
             manifest = make_manifest(self.job, position, state.plain, states)
             # entries of its state that are no parameter's
-            own = [key for key in self.job.optimizer.state if not isinstance(key, torch.Tensor)]
-            self.written_settings |= set(map(str, own))
+            state_keys = self.job.optimizer.state
+            self.written_settings |= {
+                str(key) for key in state_keys if not isinstance(key, torch.Tensor)
+            }
             manifest["written_settings"] = sorted(self.written_settings)
             if self.written_settings and self.saver.newest is None:
                 self.progress.say(

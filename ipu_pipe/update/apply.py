@@ -463,6 +463,12 @@ class UpdateRules:
         for stage in self.stages.values():
             if stage not in others:
                 self.apply_settings(stage, k)
+        # blocks that accumulate step after their last batch
+        stepping = [
+            stage
+            for stage in self.stages.values()
+            if stage not in others and (k + 1) % self.batches_per_step[stage.index] == 0
+        ]
         tracking = [entry for entry in self._tracked if k >= self.switch and entry[0] not in others]
         before = {
             stage.index: [p.detach().clone() for p in stage.parameters] for stage, _, _ in tracking
@@ -483,9 +489,7 @@ class UpdateRules:
                 if rule.step is not None
             ]
             with _delay_hooks(self.optimizer) if changing else contextlib.nullcontext():
-                self._step_optimizer(
-                    [s for s in self.stages.values() if s not in others and self._is_complete(s, k)]
-                )
+                self._step_optimizer(stepping)
                 # the optimizer's own steps, before the additions of rules
                 steps = {s: _compute_step(self.stages[s], old) for s, old in before.items()}
                 for change, setting, groups in changing:
@@ -517,10 +521,6 @@ class UpdateRules:
         self.optimizer.zero_grad(set_to_none=True)
         for p, gradient in other_gradients:
             p.grad = gradient
-
-    def _is_complete(self, stage: StageState, k: int) -> bool:
-        """Return whether a stage has the gradients of all batches of its step after batch k."""
-        return (k + 1) % self.batches_per_step[stage.index] == 0
 
     def _step_optimizer(self, stages: Sequence[StageState]) -> None:
         """Step the optimizer, of which `stages` have gradients, and pass on what it has written into
