@@ -105,6 +105,73 @@ def test_weights_of_replicas_are_not_changed_where_they_differ() -> None:
         pipe.abort()
 
 
+def swap_and_evaluate(pipe: ipu_pipe.Pipeline) -> None:
+    newest = {name: value.clone() for name, value in pipe.model.state_dict().items()}
+    fill(pipe.model)
+    pipe.evaluate(draw_batches(1))
+    pipe.model.load_state_dict(newest)
+
+
+def fail_inside(pipe: ipu_pipe.Pipeline) -> None:
+    with pytest.raises(KeyError), pipe.whole_model():
+        raise KeyError
+
+
+def write_and_load(pipe: ipu_pipe.Pipeline) -> None:
+    state = pipe.state_dict()
+    fill(pipe.model)
+    pipe.load_state_dict(state)
+
+
+def load_entries(pipe: ipu_pipe.Pipeline) -> None:
+    optimizer = pipe._handle.optimizer
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("act", [swap_and_evaluate, fail_inside, write_and_load, load_entries])
+def test_masters_keep_their_bits_where_nothing_has_changed(
+    act: Callable[[ipu_pipe.Pipeline], None], optimizer: Any
+) -> None:
+    """Story: what was written and put back, or cast by `load_state_dict`, had bfloat16's bits in the masters."""
+    states = []
+    for acts in (False, True):
+        model, own = make_small(
+            optimizer, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {})
+        )
+        pipe = pipe_of(model, own, **MASTERS)
+        for number, batch in enumerate(draw_batches(5)):
+            if number == 3:
+                pipe.drain()
+                if acts:
+                    act(pipe)
+            pipe.step(*batch)
+        states.append(pipe.state_dict()["model"])
+        pipe.close()
+        # the caller may step the weights that are left
+        nn.functional.mse_loss(model(batch[0].bfloat16()).float(), batch[1]).backward()
+        own.step()
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+def test_a_loaded_state_ends_what_was_refused() -> None:
+    model, optimizer = make_small()
+    outer = {**LOCAL_SGD["method_args"], "outer": {"lr": 0.7}}
+    pipe = pipe_of(model, optimizer, **{**LOCAL_SGD, "method_args": outer})
+    first, second = draw_batches(2)
+    pipe.step(*first)
+    state = pipe.state_dict()
+    # hooks are no copies
+    optimizer.register_step_post_hook(lambda *arguments: None)
+    pipe.step(*second)
+    pipe.drain()
+    fill(model)
+    with pytest.raises(RuntimeError, match="load_state_dict"):
+        pipe.step(*second)
+    pipe.load_state_dict(state)
+    pipe.step(*second)
+
+
 class Scale(nn.Module):
     """Multiply by a buffer."""
 
@@ -225,6 +292,23 @@ def test_an_optimizer_counts_one_step_an_update(in_state: bool) -> None:
     expected = train_plainly(Counting, draw_batches(4), in_state=in_state)
     model = train_counting("emulator", 3, in_state=in_state)
     torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+
+
+class FirstGroups(torch.optim.SGD):
+    """An optimizer that looks at its first group."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert self.param_groups[0]["lr"]
+        return super().step(closure)
+
+
+def test_a_stage_without_weights_has_no_step() -> None:
+    model, optimizer = make_small(FirstGroups)
+    pipe = pipe_of(
+        model, optimizer, method="randomized_pipedream", stages=["1", "2", "3"], microbatches=None
+    )
+    for batch in draw_batches(4):
+        pipe.step(*batch)
 
 
 def test_each_stage_counts_its_own_steps() -> None:

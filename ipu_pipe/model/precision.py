@@ -102,6 +102,8 @@ class ModelPrecision:
         ]
         # the masters; or the shards of weights that the caller has sharded (`model.shards`)
         self.masters: Any = None
+        # the masters at the end of the last step of weights that the caller has written since
+        self._replaced_masters: dict[str, torch.Tensor] = {}
         # of stages on other ranks that a caller has sharded: the share that a rank holds
         self.shares: dict[int, float] = {}
         self.inputs = self.labels = dtype
@@ -164,10 +166,24 @@ class ModelPrecision:
         return self.masters is not None and not self.masters.are_in_weights
 
     def take_written(self, name: str) -> None:
-        """Take over a weight of this name that the caller has written, if it has a master."""
+        """Take over a weight of this name that the caller has written, if it has a master; what is
+        still the rounded master leaves it as it is.
+        """
         weight = dict(self._model.named_parameters(remove_duplicate=False)).get(name)
-        if weight is not None and self.has_rounded_weights:
-            self.get_trained(weight).data.copy_(weight.data)
+        if weight is None or not self.has_rounded_weights:
+            return
+        master = self.get_trained(weight)
+        present = master.data
+        # a loop that evaluates other weights puts the rounded ones back
+        before = self._replaced_masters.setdefault(name, present)
+        value = weight.data.to(master.dtype)
+        for exact in (before, present):
+            value = torch.where(weight.data == exact.to(weight.dtype), exact, value)
+        master.data = value
+
+    def forget_written(self) -> None:
+        """Forget the masters that were replaced since the last step."""
+        self._replaced_masters.clear()
 
     @property
     def record(self) -> dict[str, str | None]:

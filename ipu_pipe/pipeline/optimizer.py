@@ -195,7 +195,7 @@ class SharedState(MutableMapping):  # type: ignore[type-arg]
 
     def __iter__(self) -> Iterator[Any]:
         yield from map(self._masters.get, list(self._optimizer.state))
-        yield from list(self._added)
+        yield from map(self._masters.get, list(self._added))
 
     def __len__(self) -> int:
         return len(self._optimizer.state) + len(self._added)
@@ -443,7 +443,7 @@ class OptimizerHandle:
         inner = object.__new__(type(optimizer))
         inner.__dict__.update(optimizer.__dict__)
         # a scheduler and this handle have put wrappers there, which call the caller's optimizer
-        for name in ("step", *MODES):
+        for name in ("step", "load_state_dict", *MODES):
             inner.__dict__.pop(name, None)
         # a new optimizer has been given no setting yet
         self._seen = []
@@ -452,18 +452,31 @@ class OptimizerHandle:
         inner.param_groups = [
             {**members[group["member"]], **self._list_own(group), **group} for group in groups
         ]
-        if self.masters is not None and not self.masters.are_in_weights:
-            self._widen_entries()
+        if self._has_rounded_weights:
+            self._cast_entries(lambda weight: self.masters.get(weight).dtype)
+            # not by hooks, of which the second is not called after an error
+            vars(optimizer)["load_state_dict"] = self._load_entries
         inner.state = SharedState(optimizer, self.masters)  # type: ignore[assignment]
         return inner
 
-    def _widen_entries(self) -> None:
-        """Give the entries of weights that have masters the masters' dtype."""
+    @property
+    def _has_rounded_weights(self) -> bool:
+        return self.masters is not None and not self.masters.are_in_weights
+
+    def _load_entries(self, state_dict: Any) -> None:
+        """Load a state into the caller's optimizer, which casts entries to the dtype of its
+        parameters: to that of the masters.
+        """
+        with self.masters.put_in_place():
+            type(self.optimizer).load_state_dict(self.optimizer, state_dict)
+
+    def _cast_entries(self, choose_dtype: Callable[[Any], torch.dtype]) -> None:
+        """Cast the entries of the shape of their weight."""
         for weight, entries in self.optimizer.state.items():
-            dtype = getattr(self.masters.get(weight), "dtype", None)
-            for key, value in entries.items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.is_floating_point():
-                    entries[key] = value.to(dtype) if value.shape == weight.shape else value
+            for key, value in entries.items() if isinstance(weight, torch.Tensor) else ():
+                is_like = isinstance(value, torch.Tensor) and value.shape == weight.shape
+                if is_like and value.dim() and value.is_floating_point():
+                    entries[key] = value.to(choose_dtype(weight))
 
     def _copy_all_settings(self) -> list[dict[str, Any]]:
         """Return the present settings of each group."""
@@ -744,6 +757,9 @@ class OptimizerHandle:
         # another handle may have claimed it since this one was released
         if reference is None or reference() is not self:
             return
-        for name in MODES:
+        for name in ("load_state_dict", *MODES):
             vars(self.optimizer).pop(name, None)
+        if self._has_rounded_weights:
+            # the caller may step the rounded weights
+            self._cast_entries(lambda weight: weight.dtype)
         del self._in_use[self.optimizer]

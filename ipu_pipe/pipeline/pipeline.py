@@ -1161,6 +1161,10 @@ class Pipeline:
                 check_layout(saved.layout, here)
         flow.load(saved)
         self._load_loss(saved)
+        if self._seam is not None:
+            self._seam.forget_changes(
+                lambda change: change.kind in ("weight", "optimizer") or change.where in saved.model
+            )
         self._handle.forget()
         self._data.forget()
         self._sums.clear()
@@ -1306,7 +1310,7 @@ class Pipeline:
                 raise RuntimeError(explain_refusal("step", backend, change, self.in_flight))
             if change.kind == "weight":
                 self._require_job().precision.take_written(change.where)
-            if self._method.rounds is not None and change.kind in OF_REPLICAS:
+            if self._method.rounds is not None and _concerns_replicas(change):
                 self._require_equal_replicas("step", f"{change.where}: was changed")
                 must_copy = True
             if treatment == REBUILT and not self._runs_whole(change):
@@ -1317,12 +1321,22 @@ class Pipeline:
                         f"before the first step"
                     )
                 must_rebuild = True
+        if self._job is not None:
+            self._job.precision.forget_written()
         # after the loop, because a later change may be refused
         if must_rebuild:
             self._rebuild()
         elif must_copy:
             flow = self._require_flow()
             flow.engine.reopen(flow.given, flow.table, is_loaded=True)
+
+    def _take_written_weights(self) -> None:
+        """Take over rounded weights that the caller has written, before a call reads masters."""
+        precision = self._require_job().precision
+        if self._seam is not None and precision.has_rounded_weights:
+            for change in self._seam.list_changes():
+                if change.kind == "weight":
+                    precision.take_written(change.where)
 
     def _require_equal_replicas(self, call: str, change: str) -> None:
         """Raise `RuntimeError` for a change of the caller's, in words, if LocalSGD's replicas have
@@ -1337,7 +1351,7 @@ class Pipeline:
         if self.in_flight:
             raise RuntimeError(
                 f"{call}: {change} within a round, in which replicas have weights of their own: "
-                f"call pipe.drain() before the change, or set it back"
+                f"call pipe.drain() before the change"
             )
 
     def _require_unchanged(self, call: str) -> None:
@@ -1569,6 +1583,7 @@ class Pipeline:
         try:
             with self._calls.enter(f"step {self.updates}" if call == "step" else call):
                 if self._seam is not None and call != "step":
+                    self._take_written_weights()
                     self._seam.begin_other_call()
                 self._absent.show()
                 yield
@@ -1689,6 +1704,14 @@ def _find_precision(model: nn.Module) -> str:
             "(autocast), or model.bfloat16()"
         )
     return PRECISIONS.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
+
+
+def _concerns_replicas(change: Change) -> bool:
+    """Return whether replicas with weights of their own have copies of what was changed; hooks are
+    shared.
+    """
+    is_hook = change.kind == "optimizer" and not change.where.startswith("optimizer.state")
+    return change.kind in OF_REPLICAS and not is_hook
 
 
 def _move_inputs(job: Job, x: Any) -> Any:

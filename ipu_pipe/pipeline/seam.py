@@ -317,6 +317,10 @@ class Seam:
         changes = self.list_changes()[len(self._waiting) :]
         self._waiting += [change for change in changes if change.kind in kinds]
 
+    def forget_changes(self, is_undone: Callable[[Change], bool]) -> None:
+        """Forget the caller's changes that were undone since, by a state that was loaded."""
+        self._waiting = [change for change in self._waiting if not is_undone(change)]
+
     def note_other_call(self) -> None:
         """Take the pictures of what another call may have changed itself."""
         self._note(self._moving)

@@ -209,6 +209,7 @@ class TrainingLoop:
         with contextlib.suppress(Exception):
             # rank 0 alone has callbacks and writes lines
             self.flow.leave(error)
+        with contextlib.suppress(Exception):
             self.engine.abort()
         if isinstance(error, KeyboardInterrupt):
             steps = checkpoint.list_steps(self.out / "checkpoints")

@@ -530,6 +530,8 @@ class UpdateRules:
             self.optimizer.step()
             return
         groups = [group for stage in stages for group in stage.groups]
+        if not groups:
+            return
         before = [copy_group(group) for group in groups]
         # one that counts its steps in its groups must not count those of other stages
         with show_groups(self.optimizer, groups):
@@ -597,7 +599,12 @@ class UpdateRules:
             master: weight for weight, master in self.weight_master_pairs
         }
         entries = [] if self.decay is None else list(self.optimizer.state.items())
-        averages = [(weights.get(p, p), state[AVERAGE]) for p, state in entries if AVERAGE in state]
+        averages = [
+            (weights.get(p, p), state[AVERAGE])
+            for p, state in entries
+            # what an optimizer keeps for itself has a key of its own
+            if isinstance(p, torch.Tensor) and AVERAGE in state
+        ]
         newest = [weight.data for weight, _ in averages]
         try:
             for weight, average in averages:

@@ -313,7 +313,9 @@ class OptimizersByGroup(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step all parameters that have a gradient."""
         for part in self.parts.values():
-            part.step()
+            # those of other stages may be hidden (`show_groups`)
+            if part.param_groups:
+                part.step()
 
 
 def list_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
