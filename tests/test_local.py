@@ -498,7 +498,7 @@ def test_blocks_send_half_of_a_pipelines_traffic(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_processes
 def test_the_equality_tool_compares_processes_with_the_emulator() -> None:
-    tool = "tools/equality.py --ranks 2 --models mlp --json --cases local_overlapping".split()
+    tool = "tools/equality.py --ranks 2 --models mlp --json --cases local_greedy".split()
     result = subprocess.run([sys.executable, *tool], cwd=ROOT, capture_output=True, text=True)
     (row,) = json.loads(result.stdout)["rows"]
     assert row["difference"] == result.returncode == 0 < row["bytes"]

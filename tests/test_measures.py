@@ -12,6 +12,7 @@ from torch import nn
 
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.data import TensorData, load_data, sets
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.local.blocks import BlockedModel, get_blocks
@@ -236,7 +237,9 @@ def test_training_samples_are_evaluated_without_augmentation_by_the_final_output
     assert coarse["values"] == fine["values"] and fine["values"]["blocks"] == 4
     train(config, tmp_path / "run", quiet=True)
     data = config.data.model_copy(update={"augment": False})
-    job = build(config.model_copy(update={"init_from": str(tmp_path / "run"), "data": data}))
+    job = build(
+        config.model_copy(update={"init_from": InitFrom(path=str(tmp_path / "run")), "data": data})
+    )
     assert isinstance(job.data, TensorData)
     job.data.test = job.data.train
     expected = evaluate(job)[-1]

@@ -410,7 +410,6 @@ ON_PROCESSES: Dict[str, Refusal] = {
     "loss of blocks": Refusal(
         choose_local_greedy(),
         "loss: CountingLoss: keeps",
-        "loss: CountingLoss: keeps",
         loss=CountingLoss(),
     ),
     "clip old": REFUSED["clip old"],

@@ -271,9 +271,9 @@ def test_a_method_with_old_weights_replaces_one_that_flushes_only_if_named(
     assert METHODS[load_config(file).method].flushes
     run_plan_command(capsys, line, "--methods", best, "--write", file, "--overwrite")
     assert load_config(file).method == best
-    line = line.replace("=gpipe", "=pipedream method_args={split_backward:true}")
+    line = line.replace("=gpipe", '=pipedream method_args={"split_backward":true}')
     line += f" --methods pipedream --overwrite --write {file}"
-    run_plan_command(capsys, line.replace("k_backward:", "k_backward: "))
+    run_plan_command(capsys, line)
     written = load_config(file).method_args  # the plan is of whole backwards
     assert written.split_backward is None and written.schedule == "1f1b_capped"
 

@@ -191,7 +191,7 @@ def test_a_recording_of_lightning(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path, "t", export_to_chrome=True, schedule=schedule)
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     trainer = lightning.Trainer(max_steps=8, accelerator="cpu", profiler=profiler, **silent)
-    trainer.fit(Module(), [torch.ones(8, 64)] * 8)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(64, 64), batch_size=8))  # type: ignore[arg-type]
     (path,) = tmp_path.glob("*.json")
     (stage,) = analyze(read_trace(path), "run")["stages"]
     assert stage["microbatches"] == 3

@@ -109,7 +109,7 @@ from ipu_pipe.pipeline.turns import Turns, take_turn
 from ipu_pipe.refusals import Language
 from ipu_pipe.replay.work import require_finite
 from ipu_pipe.report.memory import build_memory_record
-from ipu_pipe.schedule.methods import DefaultAccumulate, Method, resolve_method
+from ipu_pipe.schedule.methods import DefaultAccumulate, Method, Rounds, resolve_method
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.store.checkpoint import load_weights
@@ -1119,6 +1119,10 @@ class Pipeline:
         backend = self._config.backend.name
         if flow.engine.newest_model is None or flow.engine.leaves_weights_stale:
             self._absent.arm(hides_memory=flow.engine.leaves_weights_stale)
+        if flow.engine.leaves_weights_stale:
+            # empty entries, since the state is on a device: the look at them sees one that is cleared
+            for p in self._handle.list_parameters():
+                self._handle.optimizer.state[p]
         if self._loaded is not None:
             self._load(job, flow)
         # last, because building has moved weights and modes itself
@@ -1310,7 +1314,7 @@ class Pipeline:
                 raise RuntimeError(explain_refusal("step", backend, change, self.in_flight))
             if change.kind == "weight":
                 self._require_job().precision.take_written(change.where)
-            if self._method.rounds is not None and _concerns_replicas(change):
+            if self._method.rounds is not None and _concerns_replicas(change, self._method.rounds):
                 self._require_equal_replicas("step", f"{change.where}: was changed")
                 must_copy = True
             if treatment == REBUILT and not self._runs_whole(change):
@@ -1706,12 +1710,13 @@ def _find_precision(model: nn.Module) -> str:
     return PRECISIONS.get(dtypes.pop(), "float32") if len(dtypes) == 1 else "float32"
 
 
-def _concerns_replicas(change: Change) -> bool:
-    """Return whether replicas with weights of their own have copies of what was changed; hooks are
-    shared.
+def _concerns_replicas(change: Change, rounds: Rounds) -> bool:
+    """Return whether replicas with weights of their own must all get a change; hooks are shared, and
+    with an outer optimizer each replica has entries of its own.
     """
-    is_hook = change.kind == "optimizer" and not change.where.startswith("optimizer.state")
-    return change.kind in OF_REPLICAS and not is_hook
+    if change.kind == "optimizer":
+        return rounds.outer is None and change.where.startswith("optimizer.state")
+    return change.kind in OF_REPLICAS
 
 
 def _move_inputs(job: Job, x: Any) -> Any:
