@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Dict, List, Set, Tuple
+from typing import Any, Dict, List, Set, Tuple
 
 import numpy as np
 import pytest
@@ -109,6 +109,18 @@ def test_laws_of_every_method(size: Tuple[str, int, int, int], drains: Set[int])
     for drain in (k * N for k in drains if k * N < M):  # an empty pipeline has made every update
         if method.forward_reads is Reads.NEWEST:
             assert (forward[:, drain] == drain // N).all()
+
+
+@pytest.mark.parametrize(
+    "args", [{"hogwild": {"max": 6, "mean": 4.0}}, {"constant_delay": {"updates": 5}}], ids=str
+)
+def test_no_delay_of_a_method_reaches_over_a_drain(args: Dict[str, Any]) -> None:
+    """The pipeline is empty there: the first batch after it reads what all updates have made."""
+    method = resolve_method("pipelined_backprop", args)
+    schedule = make_schedule(method, 3, 20, 1, [7, 12])
+    for versions in VersionTable(schedule, method).window(0, 20):
+        begins = np.select([np.arange(20) >= 12, np.arange(20) >= 7], [12, 7], 0)
+        assert (versions >= begins).all() and (versions[:, [0, 7, 12]] == [0, 7, 12]).all()
 
 
 @settings(max_examples=60, deadline=None)

@@ -551,10 +551,6 @@ class OptimizerHandle:
         is_strict = not self.may_write_settings
         return "" if _fits(group[key], value, is_strict) else f"this optimizer has {group[key]}"
 
-    def list_parameters(self) -> list[nn.Parameter]:
-        """List the parameters of the caller's optimizer."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def list_own_keys(self) -> list[str]:
         """List the keys of the caller's optimizer's state that are no parameters."""
         return [str(key) for key in self.optimizer.state if not isinstance(key, torch.Tensor)]

@@ -1116,23 +1116,28 @@ class Pipeline:
             warnings.warn(line, stacklevel=4)
         self._modes = {module: module.training for module in self.model.modules()}
         self._stage_count = len(job.partition)
-        backend = self._config.backend.name
         if flow.engine.newest_model is None or flow.engine.leaves_weights_stale:
             self._absent.arm(hides_memory=flow.engine.leaves_weights_stale)
-        if flow.engine.leaves_weights_stale:
-            # empty entries, since the state is on a device: the look at them sees one that is cleared
-            for p in self._handle.list_parameters():
-                self._handle.optimizer.state[p]
         if self._loaded is not None:
             self._load(job, flow)
         # last, because building has moved weights and modes itself
+        self._seam = self._look_at_objects(job, flow.engine)
+        return job, flow
+
+    def _look_at_objects(self, job: Job, engine: Engine) -> Seam:
+        """Return the pictures of the caller's objects as they are now."""
         # an update writes the masters over weights that the caller has changed
         looks_at: Sequence[str] = ("weight",) if job.precision.has_rounded_weights else ()
         # replicas with weights of their own have copies of what the caller has
         looks_at = OF_REPLICAS if job.method.rounds is not None else looks_at
-        objects_seen = Objects(self.model, self._handle.optimizer, self._loss)
-        self._seam = Seam(backend, objects_seen, looks_at)
-        return job, flow
+        optimizer = self._handle.optimizer
+        if engine.leaves_weights_stale:
+            # the state is on a device: of one that is cleared, empty entries go
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    optimizer.state[p]
+        objects = Objects(self.model, optimizer, self._loss)
+        return Seam(self._config.backend.name, objects, looks_at)
 
     def _make_rates(self, resolved: Resolved) -> Rates:
         """Return the rates of an optimizer whose groups have the settings of the caller's at each
