@@ -259,6 +259,31 @@ def test_each_group_has_its_own_settings_and_prediction() -> None:
     assert [factors[id(weight)] for weight in weights] == [0.0, -2 * 4.0]
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_delay_compensation_is_that_computed_by_hand(adaptive: bool) -> None:
+    """One update has two microbatches: halved gradients 3 and -1, read 1/2 and 0 away from the
+    newest weight; each becomes g + 4 g g (w_now - w_read)."""
+    args = {"delay_compensation": {"scale": 4.0, "adaptive": adaptive, "decay": 0.5}}
+    weight = nn.Parameter(torch.tensor([2.0], dtype=torch.float64))
+    optimizer = torch.optim.Adam([{"params": [weight], "stage": 0}], lr=0.25)
+    rules = UpdateRules(
+        choose_rules(args, resolve_method("pipedream"), np.array([1.0]), 2),
+        optimizer,
+        lambda k: 0.25,
+    )
+    for g, age in ((3.0, [torch.tensor([0.5], dtype=torch.float64)]), (-1.0, None)):
+        with rules.compensate(0, [0], lambda stage: age):
+            (weight * g / 2).sum().backward()
+    # the mean of squares is 9/2 when the first microbatch is corrected, then (9/2 + 1) / 2
+    first = 3 + 4 * 9 * 0.5 / (math.sqrt(4.5 + 1e-7) if adaptive else 1)
+    assert float(weight.grad) == pytest.approx((first - 1) / 2, rel=1e-15)
+    assert not optimizer.state
+    rules.step(0, lambda k: None)
+    assert [float(optimizer.state[weight][name]) for name in rules.list_entries(0)] == [
+        2.75
+    ] * adaptive
+
+
 def test_delay_compensation_keeps_its_mean_square_beside_an_optimizer_without_state() -> None:
     """A checkpoint of SGD without momentum once lacked the mean square, so a resumed run began
     it at 0."""
