@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import signal
+import threading
 from dataclasses import replace
 from html import escape
 from multiprocessing.connection import wait
@@ -525,6 +526,8 @@ def test_where_every_training_diverges_at_once_no_times_are_claimed():
 
 def test_the_price_comes_first_and_why_trainings_are_one_after_another(capsys, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    # tests before it may have left threads in this process, another reason
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
     compare_quietly(["gpipe", "pipedream"], seeds=2, processes=None, quiet=False)
     first, more = capsys.readouterr().out.splitlines()[:2]
     assert first.startswith("compare: 2 methods x 1 rate x 2 seeds: 4 trainings")
