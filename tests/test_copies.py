@@ -333,7 +333,7 @@ def test_entries_under_the_optimizers_own_keys_are_the_callers() -> None:
     batches = draw_batches(6)
     for batch in batches[:3]:
         pipe.step(*batch)
-    with pytest.warns(UserWarning, match="keeps count in its state"):
+    with pytest.warns(UserWarning, match="keys of its own, count, which"):
         saved = pipe.state_dict()
     of_optimizer = copy.deepcopy(optimizer.state_dict())
     for batch in batches[3:]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from typing import Any, Callable, ContextManager, Iterable, Iterator, List, Tuple
+from typing import Any, Callable, Collection, ContextManager, Iterable, Iterator, List, Tuple
 
 import torch
 from torch import nn
@@ -165,21 +165,23 @@ class ModelPrecision:
         """Whether passes read weights that are rounded from masters."""
         return self.masters is not None and not self.masters.are_in_weights
 
-    def take_written(self, name: str) -> None:
-        """Take over a weight of this name that the caller has written, if it has a master; what is
-        still the rounded master leaves it as it is.
+    def take_written(self, names: Collection[str]) -> None:
+        """Take over those of these weights that have a master from what the caller has written; a
+        value that is still the rounded master leaves it as it is.
         """
-        weight = dict(self._model.named_parameters(remove_duplicate=False)).get(name)
-        if weight is None or not self.has_rounded_weights:
+        if not (names and self.has_rounded_weights):
             return
-        master = self.get_trained(weight)
-        present = master.data
-        # a loop that evaluates other weights puts the rounded ones back
-        before = self._replaced_masters.setdefault(name, present)
-        value = weight.data.to(master.dtype)
-        for exact in (before, present):
-            value = torch.where(weight.data == exact.to(weight.dtype), exact, value)
-        master.data = value
+        for name, weight in self._model.named_parameters(remove_duplicate=False):
+            if name not in names:
+                continue
+            master = self.get_trained(weight)
+            present = master.data
+            # a loop that evaluates other weights puts the rounded ones back
+            before = self._replaced_masters.setdefault(name, present)
+            value = weight.data.to(master.dtype)
+            for exact in (before, present):
+                value = torch.where(weight.data == exact.to(weight.dtype), exact, value)
+            master.data = value
 
     def forget_written(self) -> None:
         """Forget the masters that were replaced since the last step."""

@@ -731,8 +731,8 @@ class Pipeline:
         if own_keys:
             # 3: the caller's line, past the wrapper `take_turn`
             warnings.warn(
-                f"state_dict: the optimizer keeps {list_some(own_keys)} in its state, which is no "
-                f"parameter and not in this state: save optimizer.state_dict(), too",
+                f"state_dict: the optimizer's state has entries under keys of its own, "
+                f"{list_some(own_keys)}, which this state lacks: save optimizer.state_dict(), too",
                 stacklevel=3,
             )
         flow = self._flow
@@ -1317,8 +1317,6 @@ class Pipeline:
             treatment = get_treatment(backend, change.kind)
             if treatment == NEVER or (self.in_flight and treatment != LIVE):
                 raise RuntimeError(explain_refusal("step", backend, change, self.in_flight))
-            if change.kind == "weight":
-                self._require_job().precision.take_written(change.where)
             if self._method.rounds is not None and _concerns_replicas(change, self._method.rounds):
                 self._require_equal_replicas("step", f"{change.where}: was changed")
                 must_copy = True
@@ -1330,9 +1328,10 @@ class Pipeline:
                         f"before the first step"
                     )
                 must_rebuild = True
-        if self._job is not None:
-            self._job.precision.forget_written()
         # after the loop, because a later change may be refused
+        if self._job is not None:
+            self._take_written_weights()
+            self._job.precision.forget_written()
         if must_rebuild:
             self._rebuild()
         elif must_copy:
@@ -1343,9 +1342,8 @@ class Pipeline:
         """Take over rounded weights that the caller has written, before a call reads masters."""
         precision = self._require_job().precision
         if self._seam is not None and precision.has_rounded_weights:
-            for change in self._seam.list_changes():
-                if change.kind == "weight":
-                    precision.take_written(change.where)
+            changes = self._seam.list_changes()
+            precision.take_written({change.where for change in changes if change.kind == "weight"})
 
     def _require_equal_replicas(self, call: str, change: str) -> None:
         """Raise `RuntimeError` for a change of the caller's, in words, if LocalSGD's replicas have
