@@ -1121,23 +1121,24 @@ class Pipeline:
         if self._loaded is not None:
             self._load(job, flow)
         # last, because building has moved weights and modes itself
-        self._seam = self._look_at_objects(job, flow.engine)
+        self._seam = self._look_at_objects(job)
         return job, flow
 
-    def _look_at_objects(self, job: Job, engine: Engine) -> Seam:
+    def _look_at_objects(self, job: Job) -> Seam:
         """Return the pictures of the caller's objects as they are now."""
         # an update writes the masters over weights that the caller has changed
         looks_at: Sequence[str] = ("weight",) if job.precision.has_rounded_weights else ()
         # replicas with weights of their own have copies of what the caller has
         looks_at = OF_REPLICAS if job.method.rounds is not None else looks_at
+        backend = self._config.backend.name
         optimizer = self._handle.optimizer
-        if engine.leaves_weights_stale:
-            # the state is on a device: of one that is cleared, empty entries go
+        if get_treatment(backend, "optimizer") == NEVER:
+            # the state is on devices: of one that the caller clears, empty entries go
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     optimizer.state[p]
         objects = Objects(self.model, optimizer, self._loss)
-        return Seam(self._config.backend.name, objects, looks_at)
+        return Seam(backend, objects, looks_at)
 
     def _make_rates(self, resolved: Resolved) -> Rates:
         """Return the rates of an optimizer whose groups have the settings of the caller's at each
