@@ -358,6 +358,19 @@ class LiteralStage:
         self.history.append(self._copy_weights())
 
 
+def average_nets(nets: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Set weights and running statistics to the mean of all, and the optimizers' state to the mean of those that have it."""
+    buffers = zip(*([b for b in net.buffers() if b.is_floating_point()] for net in nets))
+    for tensors in [*zip(*(net.parameters() for net in nets)), *buffers]:
+        mean = sum(tensor.data for tensor in tensors) / len(tensors)
+        states = [state for state in (o.state.get(t) for o, t in zip(optimizers, tensors)) if state]
+        means = {key: sum(s[key] for s in states) / len(states) for s in states[:1] for key in s}
+        for optimizer, tensor in zip(optimizers, tensors):
+            tensor.data = mean.clone()
+            if means:
+                optimizer.state[tensor] = {key: value.clone() for key, value in means.items()}
+
+
 class ActedStage(LiteralStage):
     """A stage of a sequential model whose caller acts between two steps. The act after step k comes
     where a plain loop over this stage alone would have it, in the order of the stage's own passes:
@@ -379,16 +392,28 @@ class ActedStage(LiteralStage):
         act: Callable[[int, Any], None],
         has_act: Callable[[int], bool],
         rules: LiteralRules,
+        get_dtype: Callable[[nn.Module, torch.Tensor], torch.dtype],
     ) -> None:
         self.updated, self.read = make_objects(), make_objects()
-        self.part, self.act, self.has_act = part, act, has_act
-        super().__init__(self.updated.model[part], lambda ps: self.updated.optimizer, rules)
+        self.part, self.act, self.has_act, self.get_dtype = part, act, has_act, get_dtype
+        module = self.updated.model[part]
+        super().__init__(
+            module, lambda ps: self.updated.optimizer, rules, reads=self._list_dtypes(module)
+        )
         # by batch: the module that its passes run, its weights that nobody trains, the hooks of weights, the loss
         self.modules: Dict[int, nn.Module] = {}
         self.frozen: Dict[int, Weights] = {}
         self.hooks: Dict[int, Dict[str, List[Any]]] = {}
         self.losses: Dict[int, Any] = {}
         self._note_rate()
+
+    def _list_dtypes(self, module: nn.Module) -> Dict[str, torch.dtype]:
+        """Return the dtypes that passes read; `get_dtype` has that of a module's weight."""
+        return {
+            f"{place}.{name}": self.get_dtype(one, p)
+            for place, one in module.named_modules()
+            for name, p in one.named_parameters(recurse=False)
+        }
 
     def _note_rate(self) -> None:
         assert self.rules
@@ -475,8 +500,9 @@ class ActedStage(LiteralStage):
         if self.has_act(k):
             self.act(k, self.updated)
             # the caller may have replaced a module
-            self.parameters = dict(self.updated.model[self.part].named_parameters())
-            self.reads = {name: p.dtype for name, p in self.parameters.items()}
+            module = self.updated.model[self.part]
+            self.parameters = dict(module.named_parameters())
+            self.reads = self._list_dtypes(module)
             self.history[-1] = self._copy_weights()
             for name, p in self.parameters.items():
                 moments = self.optimizer.state.get(p, {})

@@ -31,6 +31,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups
+from tests.literal_replay import average_nets
 from tests.staged_models import MODELS, draw_microbatches, join_stages
 from tests.support.flows import train_updates
 from tests.support.models import Composed
@@ -258,19 +259,6 @@ def test_weights_are_those_of_algorithm_1(args: Dict[str, Any], model: str) -> N
     for a, b in zip(join_stages(ours).parameters(), join_stages(theirs).parameters()):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
         assert args.get("nag") or torch.equal(a, b)
-
-
-def average_nets(nets: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Set weights and running statistics to the mean of all, and the optimizers' state to the mean of those that have it."""
-    buffers = zip(*([b for b in net.buffers() if b.is_floating_point()] for net in nets))
-    for tensors in [*zip(*(net.parameters() for net in nets)), *buffers]:
-        mean = sum(tensor.data for tensor in tensors) / len(tensors)
-        states = [state for state in (o.state.get(t) for o, t in zip(optimizers, tensors)) if state]
-        means = {key: sum(s[key] for s in states) / len(states) for s in states[:1] for key in s}
-        for optimizer, tensor in zip(optimizers, tensors):
-            tensor.data = mean.clone()
-            if means:
-                optimizer.state[tensor] = {key: value.clone() for key, value in means.items()}
 
 
 def step_net(net: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ipu_pipe
+from tests.support.acts import Counting
 from tests.support.processes import run_in_group
 
 Batches = List[Tuple[torch.Tensor, torch.Tensor]]
@@ -238,30 +239,6 @@ def test_prediction_inside_whole_model_reads_rounded_weights() -> None:
         inside = pipe.predict(batch[0]), pipe.evaluate([batch])
         assert whole[0].weight.dtype == torch.float32
     assert torch.equal(inside[0], outside[0]) and inside[1] == outside[1]
-
-
-class Counting(torch.optim.Optimizer):
-    """SGD whose rate falls with a count of its own, in its groups or under a key of its state."""
-
-    def __init__(self, parameters: Any, lr: float, in_state: bool = False) -> None:
-        super().__init__(parameters, {"lr": lr, "k": 0})
-        self.in_state = in_state
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        shared = self.state["count"] if self.in_state else {}
-        shared["k"] = shared.get("k", 0) + 1
-        for group in self.param_groups:
-            group["k"] += 1
-            for p in group["params"]:
-                # asks as many optimizers do
-                entries = self.state.get(p)
-                if p.grad is not None and entries is None:
-                    entries = self.state[p] = {"sum": torch.zeros_like(p)}
-                if p.grad is not None:
-                    entries["sum"] += p.grad  # type: ignore[index]
-                    count = shared["k"] if self.in_state else group["k"]
-                    p.sub_(entries["sum"], alpha=group["lr"] / count)  # type: ignore[index]
 
 
 def train_plainly(optimizer_class: Any, batches: Batches, **settings: Any) -> Dict[str, Any]:

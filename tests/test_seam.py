@@ -20,12 +20,14 @@ from tests.support.acts import (
     ACTS,
     CUTS,
     FLUSHING,
+    KINDS,
     SPIKES,
     STALE,
     Outcome,
     Refused,
     Walk,
     compare_walk,
+    draw_kind,
     draw_single,
     draw_walk,
     follow_remedies,
@@ -71,6 +73,19 @@ def test_each_act_has_the_weights_of_the_literal_replay(act: str) -> None:
         assert_equal(draw_single(act, seed))
 
 
+LOCAL = {"replicas": 2, "local_steps": 2}
+# seeds of a walk of each kind
+OF_KIND = 40
+
+
+@pytest.mark.parametrize("seed", mark_slow(range(OF_KIND), range(4).__contains__))
+@pytest.mark.parametrize("kind", KINDS)
+def test_walks_with_copies_of_weights_or_another_optimizer(kind: str, seed: int) -> None:
+    """Plain loops of each replica, or the literal replay, with masters of rounded weights or an optimizer that
+    keeps something of its own."""
+    assert_equal(draw_kind(kind, seed))
+
+
 # what walks once found, or seldom draw
 STORIES = {
     # methods that overwrite weights wrote into the tensor that a parameter had at the first step
@@ -93,6 +108,8 @@ STORIES = {
         )
         for method in ("pipedream", "pipemare")
     },
+    # a call that ends a round averaged what one replica had with what the other one had not
+    "ends a round": Walk("local_sgd", {4: ["clamp", "predict"]}, LOCAL, microbatches=1),
     # a weight that was frozen for a while began again with an empty state
     "trains again": Walk("gpipe", {1: ["freeze"], 3: ["pipe.state_dict", "train again"]}),
     **{
@@ -326,9 +343,14 @@ def test_two_ranks_have_the_weights_of_the_literal_replay_or_refuse(
 
 @needs_processes
 @pytest.mark.slow
-def test_walks_on_two_ranks_have_the_weights_of_the_literal_replay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["", *KINDS])
+def test_walks_on_two_ranks_have_the_weights_of_the_literal_replay(
+    kind: str, tmp_path: Path
+) -> None:
     # one stage a process, because a split backward takes no more
-    walks = [draw_walk(seed, CUTS[:1]) for seed in range(20)]
+    walks = [draw_kind(kind, s, CUTS[:1]) if kind else draw_walk(s, CUTS[:1]) for s in range(20)]
+    if kind == "replicas":
+        walks = [walk._replace(begins=()) for walk in walks]
     for outcome in compare_ranks(walks, tmp_path, drops=True):
         assert outcome.kind == "equal", outcome
 

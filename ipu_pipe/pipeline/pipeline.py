@@ -1364,14 +1364,21 @@ class Pipeline:
 
     def _require_unchanged(self, call: str) -> None:
         """Raise `RuntimeError` if a drain would run passes of earlier batches with what the caller
-        has changed since; they run in the modes of their steps.
+        has changed since, or average it with replicas that do not have it; passes run in the modes
+        of their steps.
         """
         if self._seam is None or not self.in_flight:
             return
-        if not self._config.backend.facts.uses_processes:
-            return
+        rounds = self._method.rounds
         for change in self._seam.list_changes():
-            if change.kind != "mode":
+            # a state that is loaded replaces what all replicas have
+            if (
+                rounds is not None
+                and call != "load_state_dict"
+                and _concerns_replicas(change, rounds)
+            ):
+                self._require_equal_replicas(call, f"{change.where}: was changed")
+            if change.kind != "mode" and self._config.backend.facts.uses_processes:
                 line = explain_refusal(call, self._config.backend.name, change, self.in_flight)
                 raise RuntimeError(line)
 

@@ -1,6 +1,6 @@
 """What a caller may do between two calls of `Pipeline`, as a table of acts; walks of acts are drawn from it.
 
-    a walk      a method, a cut, N and a plan: step -> the acts after it
+    a walk      a method, a cut, N, an optimizer, copies of the weights and a plan: step -> the acts after it
     trained     by a pipeline, which takes each act over or refuses it in a line
     expected    from the literal replay, which does each act itself (plain PyTorch for methods that flush)
 
@@ -9,10 +9,23 @@ A refused act is made again after the drain that the line asks for, so refusals 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import io
 import random
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import torch
 from torch import nn
@@ -23,7 +36,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.update.rules import select_rules
-from tests.literal_replay import ActedStage, LiteralRules, replay
+from tests.literal_replay import ActedStage, LiteralRules, average_nets, replay
 
 SAMPLES = 12
 Weights = Dict[str, torch.Tensor]
@@ -32,7 +45,10 @@ Plan = Dict[int, List[str]]
 
 
 class Walk(NamedTuple):
-    """A pipeline, and what its caller does after which step; `begins`: the modules at which the later stages begin."""
+    """A pipeline, and what its caller does after which step; `begins`: the modules at which the later stages begin.
+
+    `replicas`: of pipelines whose gradients are averaged. `has_masters`: passes read bfloat16, updates change float32.
+    """
 
     method: str
     plan: Plan
@@ -40,6 +56,14 @@ class Walk(NamedTuple):
     begins: Tuple[str, ...] = ("5",)
     microbatches: int = 2
     steps: int = 6
+    optimizer: str = "momentum"
+    replicas: int = 1
+    has_masters: bool = False
+
+    @property
+    def copies(self) -> int:
+        """How many models a plain loop has: replicas, or those of LocalSGD."""
+        return int(self.args["replicas"]) if self.method == "local_sgd" else self.replicas
 
 
 class Scale(nn.Module):
@@ -69,23 +93,57 @@ class Scene(NamedTuple):
         return lambda output, y: weight * F.cross_entropy(output, y)
 
 
-def get_dtype(backend: str) -> torch.dtype:
-    """Return the widest dtype of a backend."""
-    return torch.float32 if backend == "poptorch" else torch.float64
+class Counting(torch.optim.Optimizer):
+    """SGD whose rate falls with a count of its own, in its groups or under a key of its state."""
+
+    def __init__(self, parameters: Any, lr: float, in_state: bool = False) -> None:
+        super().__init__(parameters, {"lr": lr, "k": 0})
+        self.in_state = in_state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        shared = self.state["count"] if self.in_state else {}
+        shared["k"] = shared.get("k", 0) + 1
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                # asks as many optimizers do
+                entries = self.state.get(p)
+                if p.grad is not None and entries is None:
+                    entries = self.state[p] = {"sum": torch.zeros_like(p)}
+                if p.grad is not None:
+                    entries["sum"] += p.grad  # type: ignore[index]
+                    count = shared["k"] if self.in_state else group["k"]
+                    p.sub_(entries["sum"], alpha=group["lr"] / count)  # type: ignore[index]
 
 
-def make_scene(walk: Optional[Walk], backend: str = "emulator", lr: Any = 0.05) -> Scene:
-    """Return equal objects for each call, with the pipeline of a walk, if there is one."""
+OPTIMIZERS: Dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "counts in groups": Counting,
+    "counts in its state": functools.partial(Counting, in_state=True),
+}
+
+
+def get_dtype(walk: Walk, backend: str = "emulator") -> torch.dtype:
+    """Return the widest dtype of a walk on a backend."""
+    return torch.float32 if backend == "poptorch" or walk.has_masters else torch.float64
+
+
+def make_scene(
+    walk: Walk, backend: str = "emulator", lr: Any = 0.05, is_plain: bool = False
+) -> Scene:
+    """Return equal objects for each call, with the pipeline of a walk, unless they are for a plain loop."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(6, 8), nn.Tanh(), Scale(), nn.Dropout(0.0), nn.BatchNorm1d(8),
         nn.Linear(8, 8), nn.Tanh(), Scale(), nn.Linear(8, 4),
-    ).to(get_dtype(backend))  # fmt: skip
+    ).to(get_dtype(walk, backend))  # fmt: skip
     model[0].bias.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer = OPTIMIZERS[walk.optimizer](model.parameters(), lr=lr)
     box: Dict[str, Any] = {"weight": 1.0}
     pipe = None
-    if walk is not None:
+    if not is_plain:
 
         def compute_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return box["weight"] * F.cross_entropy(output, y)
@@ -93,13 +151,16 @@ def make_scene(walk: Optional[Walk], backend: str = "emulator", lr: Any = 0.05) 
         more: Dict[str, Any] = {"deadline": 60} if backend == "distributed" else {}
         if backend == "poptorch":
             more = {"backend_args": {"ipu": {"device_iterations": 1}}}
+        if walk.has_masters:
+            more["precision"] = "bfloat16_mixed"
         pipe = ipu_pipe.Pipeline(
             model,
             compute_loss,
             optimizer,
             walk.method,
-            stages=list(walk.begins),
-            microbatches=walk.microbatches,
+            stages=list(walk.begins) or 1,
+            microbatches=None if walk.method == "local_sgd" else walk.microbatches,
+            replicas=walk.replicas,
             method_args=walk.args,
             backend=backend,
             **more,
@@ -195,7 +256,7 @@ def replace_module(scene: Scene) -> None:
 def replace_layer(scene: Scene) -> None:
     """Replace a layer by one that the optimizer does not know, which so is not trained."""
     torch.manual_seed(4)
-    scene.model[5] = nn.Linear(8, 8).double()
+    scene.model[5] = nn.Linear(8, 8).to(scene.model[8].weight.dtype)
 
 
 def halve_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -270,6 +331,8 @@ def clamp_stepped(optimizer: torch.optim.Optimizer) -> None:
                     p.clamp_(-0.2, 0.2)
 
 
+# acts that write weights; in `whole_model` these are not rounded
+WRITES = ("clamp", "clamp data", "replace data", "load weights", "new weights", "replace a layer")
 # calls that run the pipeline empty
 DRAINS = (
     "drain",
@@ -291,43 +354,121 @@ def make_batch(k: int) -> Tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(0, 4, (SAMPLES,), generator=generator)
 
 
-def divide(k: int, microbatches: int) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """Return the microbatches of update k."""
-    x, y = make_batch(k)
-    return list(zip(x.chunk(microbatches), y.chunk(microbatches)))
+def divide(k: int, walk: Walk) -> List[List[Tuple[torch.Tensor, torch.Tensor]]]:
+    """Return the microbatches of update k, those of each copy."""
+    N = walk.microbatches
+    pairs = zip(*(t.chunk(walk.copies * N) for t in make_batch(k)))
+    all_pairs = [(x.to(get_dtype(walk)), y) for x, y in pairs]
+    return [all_pairs[r * N : (r + 1) * N] for r in range(walk.copies)]
 
 
 def train_plainly(walk: Walk) -> Weights:
-    """Train by a plain loop with the acts of a walk. Return the weights and buffers."""
-    scene = make_scene(None)
+    """Train by a plain loop, one for each copy, with the acts of a walk. Return the weights and buffers of the first."""
+    scenes = [make_scene(walk, is_plain=True) for _ in range(walk.copies)]
+    models, optimizers = [s.model for s in scenes], [s.optimizer for s in scenes]
+    is_local = walk.method == "local_sgd"
+    since = 0
     for k in range(walk.steps):
-        scene.optimizer.zero_grad()
-        for x, y in divide(k, walk.microbatches):
-            (scene.get_loss()(scene.model(x), y) / walk.microbatches).backward()
-        scene.optimizer.step()
-        for act in walk.plan.get(k, []):
-            ACTS[act](scene)
-    return scene.model.state_dict()
+        for scene, pairs in zip(scenes, divide(k, walk)):
+            scene.optimizer.zero_grad()
+            for x, y in pairs:
+                (scene.get_loss()(scene.model(x), y) / (len(pairs) * walk.replicas)).backward()
+        if walk.replicas > 1:
+            add_gradients(models)
+        for optimizer in optimizers:
+            optimizer.step()
+        since += 1
+        acts = [*walk.plan.get(k, []), *["drain"] * (k == walk.steps - 1)]
+        if is_local and since == walk.args["local_steps"]:
+            average_nets(models, optimizers)
+            since = 0
+        before = describe(models[0])
+        for act in acts:
+            # a drain ends a round of LocalSGD
+            if is_local and since and act in DRAINS:
+                average_nets(models, optimizers)
+                since = 0
+            for scene in scenes:
+                ACTS[act](scene)
+        if describe(models[0]) != before:
+            share_buffers(models)
+    return scenes[0].model.state_dict()
+
+
+def describe(model: nn.Module) -> Any:
+    """Return what a pipeline is built again for."""
+    modules = [(module, module.training) for module in model.modules()]
+    return modules, [p.requires_grad for p in model.parameters()]
+
+
+def share_buffers(models: Sequence[nn.Module]) -> None:
+    """Give all models the first one's buffers, as a checkpoint does."""
+    for model in models[1:]:
+        for buffer, first in zip(model.buffers(), models[0].buffers()):
+            buffer.copy_(first)
+
+
+def add_gradients(models: Sequence[nn.Module]) -> None:
+    """Give each model the sum of all gradients, in the order of the models."""
+    for parameters in zip(*(model.parameters() for model in models)):
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for p in parameters if gradients else ():
+            p.grad = functools.reduce(torch.add, gradients).clone()
+
+
+def get_low_dtype(module: nn.Module, tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype that passes read of a weight or buffer of a module, where updates change float32."""
+    is_kept = isinstance(module, nn.BatchNorm1d) or not tensor.is_floating_point()
+    return tensor.dtype if is_kept else torch.bfloat16
+
+
+def round_buffers(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(get_low_dtype(module, buffer))
+
+
+@contextlib.contextmanager
+def round_weights(model: nn.Module) -> Iterator[None]:
+    """Let a caller write the weights that passes read. One that keeps its value keeps its exact one."""
+    exact = {p: p.data for p in model.parameters()}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            p.data = p.data.to(get_low_dtype(module, p))
+    yield
+    for p in model.parameters():
+        value = p.data.float()
+        kept = exact.get(p, value)
+        p.data = torch.where(p.data == kept.to(p.dtype), kept, value)
 
 
 def replay_walk(walk: Walk) -> Weights:
     """Train by the literal replay with the acts of a walk. Return the weights and buffers."""
     method = resolve_method(walk.method, walk.args)
     N = walk.microbatches
-    ends = [0, *map(int, walk.begins), len(make_scene(None).model)]
+    ends = [0, *map(int, walk.begins), len(make_scene(walk, is_plain=True).model)]
     parts = [slice(*pair) for pair in zip(ends, ends[1:])]
 
     def act(k: int, scene: Scene) -> None:
         for name in walk.plan[k]:
-            ACTS[name](scene)
+            rounds = walk.has_masters and name in WRITES
+            with round_weights(scene.model) if rounds else contextlib.nullcontext():
+                ACTS[name](scene)
+
+    def make_objects() -> Scene:
+        scene = make_scene(walk, is_plain=True)
+        if walk.has_masters:
+            round_buffers(scene.model)
+        return scene
 
     stages = [
         ActedStage(
-            lambda: make_scene(None),
+            make_objects,
             part,
             act,
             walk.plan.__contains__,
             LiteralRules(walk.args, method, len(parts), s, N, 0.05),
+            get_low_dtype if walk.has_masters else lambda module, p: p.dtype,
         )
         for s, part in enumerate(parts)
     ]
@@ -336,10 +477,22 @@ def replay_walk(walk: Walk) -> Weights:
     ]
     schedule = make_schedule(method, len(parts), walk.steps * N, N, drains)
     # a label carries the number of its batch, whose loss it gets
-    batches = [(x, (k, y)) for k in range(walk.steps) for x, y in divide(k, N)]
+    batches = [(x, (k, y)) for k in range(walk.steps) for x, y in divide(k, walk)[0]]
+    if walk.has_masters:
+        batches = [(x.bfloat16(), pair) for x, pair in batches]
     losses = stages[-1].losses
-    replay(stages, schedule, method, batches, lambda output, y: losses[y[0]](output, y[1]), drains)  # type: ignore[arg-type]
-    return {name: tensor for stage in stages for name, tensor in stage.export().items()}
+
+    def compute_loss(output: torch.Tensor, pair: Any) -> torch.Tensor:
+        return losses[pair[0]](output.float() if walk.has_masters else output, pair[1])
+
+    replay(stages, schedule, method, batches, compute_loss, drains)  # type: ignore[arg-type]
+    trained = {name: tensor for stage in stages for name, tensor in stage.export().items()}
+    return widen(trained, walk)
+
+
+def widen(weights: Weights, walk: Walk) -> Weights:
+    """Return weights and buffers in the dtype of a walk: beside masters there are bfloat16 buffers."""
+    return {n: t.to(get_dtype(walk)) if t.is_floating_point() else t for n, t in weights.items()}
 
 
 class Refused(NamedTuple):
@@ -378,13 +531,21 @@ def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
     try:
         for k in range(walk.steps):
             x, y = make_batch(k)
-            x = x.to(get_dtype(keys.get("backend", "")))
+            x = x.to(get_dtype(walk, keys.get("backend", "")))
+            if keys.get("backend") == "distributed":
+                # each pipeline gets its own part
+                x, y = (t.chunk(walk.replicas)[pipe.replica] for t in (x, y))
             pipe.step(x, y)
             after = k
             for act in walk.plan.get(k, []):
                 act_on_all_ranks(ACTS[act], scene)
             if reuses:
                 x.fill_(9.0)
+        if walk.has_masters:
+            # which are in the model inside alone
+            with pipe.whole_model(everywhere=True) as model:
+                assert model is not None
+                masters = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         pipe.close()
     except (RuntimeError, BadInput) as error:
         pipe.abort()
@@ -401,7 +562,7 @@ def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
         if any(words in str(error) for words in ours):
             return Refused(str(error), after)
         raise
-    return scene.model.state_dict()
+    return widen(masters, walk) if walk.has_masters else scene.model.state_dict()
 
 
 def is_equal(first: Weights, second: Weights) -> bool:
@@ -484,9 +645,41 @@ def draw_single(act: str, seed: int, cuts: Sequence[Tuple[str, ...]] = CUTS) -> 
     return walk._replace(plan={draw.randrange(1, walk.steps - 2): [*before, act]})
 
 
+# methods whose passes read bfloat16 beside masters
+ROUNDED = ("pipemare", "pipelined_backprop")
+# what a walk has copies of, or an optimizer's own state
+KINDS = ("masters", "replicas", "local_sgd", *[name for name in OPTIMIZERS if name != "momentum"])
+
+
+def draw_kind(kind: str, seed: int, cuts: Sequence[Tuple[str, ...]] = CUTS) -> Walk:
+    """Draw a walk of a kind of `KINDS`."""
+    draw = random.Random(f"{kind} {seed}")
+    walk = draw_walk(seed, cuts)
+    # nobody sees writes to `data`, which copies make no difference to elsewhere
+    plan = {
+        k: ["clamp" if one == "clamp data" else one for one in acts]
+        for k, acts in walk.plan.items()
+    }
+    if kind == "masters":
+        # the last bit of spike compensation is the order of its two terms, and rounds to another weight
+        method, rules = draw.choice(
+            [row for row in STALE if row[0] in ROUNDED and not SPIKES.keys() & row[1].keys()]
+        )
+        return walk._replace(plan=plan, method=method, args=rules, has_masters=True)
+    if kind == "replicas":
+        N = draw.choice([1, 2, 3])
+        return walk._replace(method=draw.choice(FLUSHING[:3]), args={}, microbatches=N, replicas=2)
+    if kind == "local_sgd":
+        args = {"replicas": 2, "local_steps": draw.choice([1, 2, 3])}
+        return walk._replace(plan=plan, method=kind, args=args, microbatches=1)
+    # rules know momentum
+    method = draw.choice(["gpipe", "pipedream", "pipemare"])
+    return walk._replace(method=method, args={}, optimizer=kind)
+
+
 def compute_expected(walk: Walk) -> Weights:
     """Return the weights that a walk must have."""
-    if resolve_method(walk.method, walk.args).flushes:
+    if walk.method == "local_sgd" or resolve_method(walk.method, walk.args).flushes:
         return train_plainly(walk)
     return replay_walk(walk)
 
