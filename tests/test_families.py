@@ -68,11 +68,16 @@ def test_the_emulator_gives_the_bits_of_a_plain_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_two_processes_do_what_the_page_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "METHODS", METHODS)
+@pytest.mark.parametrize("number, family", enumerate(FAMILIES))
+def test_two_processes_do_what_the_page_says(
+    number: int, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gpipe`, and the methods with old weights in turn: `make sweep` trains all by each."""
+    methods = ("gpipe", METHODS[1 + number % 2])
+    monkeypatch.setattr(sweep, "METHODS", methods)
     row = sweep._run_model(f"transformers-{family}", 500)
-    assert FAMILIES[family][:3] == [shorten_verdicts(row[method]) for method in METHODS], row
+    for method in methods:
+        assert FAMILIES[family][METHODS.index(method)] == shorten_verdicts(row[method]), row
 
 
 @pytest.mark.slow

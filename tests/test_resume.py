@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
@@ -457,6 +458,8 @@ def test_tensorboard_shows_each_update_of_a_resumed_run_once(tmp_path: Path) -> 
     config = make_short_config(*make_settings("steps=6", "log.tensorboard=true"))
     with interrupt_at(5):
         train(config, tmp_path, quiet=True)
+    # files of one second and process are in the order of a count's letters, 10 before 9
+    time.sleep(1)
     train(config, tmp_path, resume=True, quiet=True)
     accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
