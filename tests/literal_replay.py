@@ -405,6 +405,8 @@ class ActedStage(LiteralStage):
         self.frozen: Dict[int, Weights] = {}
         self.hooks: Dict[int, Dict[str, List[Any]]] = {}
         self.losses: Dict[int, Any] = {}
+        # before the first step, which is step 0
+        self._act(-1)
         self._note_rate()
 
     def _list_dtypes(self, module: nn.Module) -> Dict[str, torch.dtype]:
@@ -437,6 +439,8 @@ class ActedStage(LiteralStage):
 
     def _begin_batch(self, batch: int) -> None:
         module = self.modules.get(batch - 1)
+        if batch == 0 and self.has_act(-1):
+            self.act(-1, self.read)
         if module is not None and self.has_act(batch - 1):
             past = copy.deepcopy(module)
             self.modules = {k: past if m is module else m for k, m in self.modules.items()}
@@ -497,22 +501,27 @@ class ActedStage(LiteralStage):
         super().update()
         # T1 has scaled it
         group["lr"] = self.rules.rates[k]
-        if self.has_act(k):
-            self.act(k, self.updated)
-            # the caller may have replaced a module
-            module = self.updated.model[self.part]
-            self.parameters = dict(module.named_parameters())
-            self.reads = self._list_dtypes(module)
-            self.history[-1] = self._copy_weights()
-            for name, p in self.parameters.items():
-                moments = self.optimizer.state.get(p, {})
-                velocity = moments.get("momentum_buffer", torch.zeros_like(p.detach()))
-                self.states[-1].velocity[name] = velocity.clone()
-                self.states[-1].direction[name] = velocity.clone()
-                # T2's accumulator is a part of the optimizer's state, which the caller may clear
-                if not moments:
-                    self.states[-1].delta[name] = torch.zeros_like(velocity)
+        self._act(k)
         self._note_rate()
+
+    def _act(self, k: int) -> None:
+        """Change version k + 1 as the caller does after step k."""
+        if not self.has_act(k):
+            return
+        self.act(k, self.updated)
+        # the caller may have replaced a module
+        module = self.updated.model[self.part]
+        self.parameters = dict(module.named_parameters())
+        self.reads = self._list_dtypes(module)
+        self.history[-1] = self._copy_weights()
+        for name, p in self.parameters.items():
+            moments = self.optimizer.state.get(p, {})
+            velocity = moments.get("momentum_buffer", torch.zeros_like(p.detach()))
+            self.states[-1].velocity[name] = velocity.clone()
+            self.states[-1].direction[name] = velocity.clone()
+            # T2's accumulator is a part of the optimizer's state, which the caller may clear
+            if not moments:
+                self.states[-1].delta[name] = torch.zeros_like(velocity)
 
     def export(self) -> Weights:
         """Return the weights and buffers: a slice keeps the names of the whole model."""

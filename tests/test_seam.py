@@ -110,6 +110,8 @@ STORIES = {
     },
     # a call that ends a round averaged what one replica had with what the other one had not
     "ends a round": Walk("local_sgd", {4: ["clamp", "predict"]}, LOCAL, microbatches=1),
+    # a gradient of before the first step had the dtype of before
+    "gradients": Walk("pipemare", {-1: ["gradients left"]}, has_masters=True),
     # a weight that was frozen for a while began again with an empty state
     "trains again": Walk("gpipe", {1: ["freeze"], 3: ["pipe.state_dict", "train again"]}),
     **{
@@ -298,7 +300,8 @@ METHODS = ("gpipe", "pipedream")
 # what no backend refuses, in flight or not
 HARMLESS = (
     "nothing", "evaluation", "rate", "momentum", "weight decay", "zero_grad", "model.zero_grad", "gradients left",
-    "deepcopy", "drain", "predict", "whole_model", "pipe.state_dict", "clamp in whole_model", "own state",
+    "deepcopy", "drain", "predict", "whole_model", "pipe.state_dict", "pipe.load_state_dict", "clamp in whole_model",
+    "own state",
 )  # fmt: skip
 
 

@@ -276,6 +276,9 @@ class Masters:
             if weight.is_floating_point() and id(weight) not in norm_tensors:
                 self._masters[weight] = nn.Parameter(weight.detach().float(), weight.requires_grad)
                 weight.data = weight.data.to(LOW)
+                if weight.grad is not None:
+                    # a gradient of the caller's follows, as in `nn.Module.to`
+                    weight.grad = weight.grad.to(LOW)
         self._weights = {id(master): weight for weight, master in self._masters.items()}
         for module in model.modules():
             if not any(module is norm for norm in norms):
@@ -339,6 +342,9 @@ class Masters:
         try:
             for weight in in_place:
                 weight.data = weight.data.to(LOW)
+                if weight.grad is not None:
+                    # a gradient of the caller's follows, as in `nn.Module.to`
+                    weight.grad = weight.grad.to(LOW)
             yield
         finally:
             for weight, master in zip(in_place, masters):

@@ -212,6 +212,14 @@ def hold_whole_model(scene: Scene) -> None:
             assert model is not None and not any(p.isnan().any() for p in model.parameters())
 
 
+def load_own_state(scene: Scene) -> None:
+    if scene.pipe is not None:
+        # every rank its own part
+        scene.pipe.load_state_dict(
+            scene.pipe.state_dict(sharded=torch.distributed.is_initialized())
+        )
+
+
 def clamp_in_whole_model(scene: Scene) -> None:
     if scene.pipe is None:
         clamp(scene)
@@ -319,6 +327,7 @@ ACTS: Dict[str, Callable[[Scene], Any]] = {
     "predict": lambda scene: scene.pipe and scene.pipe.predict(make_batch(100)[0]),
     "whole_model": hold_whole_model,
     "pipe.state_dict": lambda scene: scene.pipe and scene.pipe.state_dict(),
+    "pipe.load_state_dict": load_own_state,
 }
 
 
@@ -341,6 +350,7 @@ DRAINS = (
     "whole_model",
     "clamp in whole_model",
     "pipe.state_dict",
+    "pipe.load_state_dict",
 )
 
 
@@ -368,6 +378,9 @@ def train_plainly(walk: Walk) -> Weights:
     models, optimizers = [s.model for s in scenes], [s.optimizer for s in scenes]
     is_local = walk.method == "local_sgd"
     since = 0
+    for act in walk.plan.get(-1, []):
+        for scene in scenes:
+            ACTS[act](scene)
     for k in range(walk.steps):
         for scene, pairs in zip(scenes, divide(k, walk)):
             scene.optimizer.zero_grad()
@@ -390,7 +403,7 @@ def train_plainly(walk: Walk) -> Weights:
                 since = 0
             for scene in scenes:
                 ACTS[act](scene)
-        if describe(models[0]) != before:
+        if describe(models[0]) != before or (not is_local and "pipe.load_state_dict" in acts):
             share_buffers(models)
     return scenes[0].model.state_dict()
 
@@ -451,7 +464,8 @@ def replay_walk(walk: Walk) -> Weights:
 
     def act(k: int, scene: Scene) -> None:
         for name in walk.plan[k]:
-            rounds = walk.has_masters and name in WRITES
+            # before the first step weights are as the caller made them
+            rounds = walk.has_masters and k >= 0 and name in WRITES
             with round_weights(scene.model) if rounds else contextlib.nullcontext():
                 ACTS[name](scene)
 
@@ -527,8 +541,10 @@ def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
     scene = make_scene(walk, **keys)
     pipe = scene.pipe
     assert pipe is not None
-    after = 0
+    after = -1
     try:
+        for act in walk.plan.get(-1, []):
+            act_on_all_ranks(ACTS[act], scene)
         for k in range(walk.steps):
             x, y = make_batch(k)
             x = x.to(get_dtype(walk, keys.get("backend", "")))
@@ -627,9 +643,12 @@ def draw_walk(seed: int, cuts: Sequence[Tuple[str, ...]] = CUTS) -> Walk:
     draw = random.Random(seed)
     walk = draw_pipeline(draw, cuts)
     plan: Plan = {}
-    for moment in sorted(draw.choices(range(walk.steps - 1), k=draw.randint(1, 4))):
-        before = ["drain"] if draw.random() < 0.5 else []
+    # -1: before the first step
+    for moment in sorted(draw.choices(range(-1, walk.steps - 1), k=draw.randint(1, 4))):
+        before = ["drain"] if moment >= 0 and draw.random() < 0.5 else []
         act = draw.choice(list(ACTS))
+        if moment < 0 and act in DRAINS:
+            act = "nothing"
         act = "momentum" if act == "maximize" and has_rules(walk) else act
         plan.setdefault(moment, []).extend([*before, act])
     return walk._replace(plan=plan)
