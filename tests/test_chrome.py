@@ -201,9 +201,10 @@ def check_counters(played: PlayedMethod, devices: Sequence[int]) -> None:
             value = counts.get(moment, value)
             finished = [
                 sum(
-                    (e.device, e.kind) == (device, kind) and e.end_ns <= moment for e in played.rows
+                    e.device == device and e.kind in kinds and e.end_ns <= moment
+                    for e in played.rows
                 )
-                for kind in ("forward", "backward")
+                for kinds in (["forward"], ["backward", "weight gradient"])
             ]
             assert value == finished[0] - finished[1], (device, moment)
         assert value == 0 and max(counts.values()) > 0
@@ -252,6 +253,12 @@ def test_on_every_schedule_a_device_does_one_thing_at_a_time_and_results_go_forw
 @pytest.mark.parametrize("devices", [[0, 0, 1], [0, 1, 0]])
 def test_counters_are_of_all_stages_of_a_device(devices: List[int]) -> None:
     check_counters(play_method("gpipe", 3, 4, 2, device_of_stage=devices), devices)
+
+
+@pytest.mark.parametrize("method", ["zb_h1", "zbv"])
+def test_a_split_backward_is_in_flight_until_its_weight_gradient(method: str) -> None:
+    played = play_method(method, 4, 8, 4)
+    check_counters(played, played.schedule.device_of_stage)
 
 
 # ---- the file
