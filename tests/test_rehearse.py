@@ -50,6 +50,18 @@ def test_a_config_for_ipus_is_rehearsed_as_it_stands(run_command: Any) -> None:
     assert "float32 on the CPU, micro_batch_size 2, gradient_accumulation 4" in result.stderr
 
 
+@pytest.mark.parametrize("changes", [
+    ["early_stopping={patience: 1}"],
+    ["lr_schedule.name=plateau"],
+    ["method=local_sgd", "method_args={outer: {fragments: 2, delay: 1}, local_steps: 400}", "evaluate.steps=400"],
+    ["method=local_sgd", "model.args.layers=9", "stages=8"],
+    ["method=local_chunked", "method_args={blocks: 2, block_accumulation: [3, 2]}"],
+    ["method=pipedream", "stages=1", "method_args.constant_delay.updates=[[2, 1, 0, 1]]"],
+])  # fmt: skip
+def test_the_small_run_keeps_the_config_possible(changes: list[str]) -> None:
+    assert "with the same loss" in rehearse(load_config(DIGITS, changes)).text
+
+
 @pytest.mark.parametrize("change, keys", [
     ("stages=8", ["hardware: pod4", "8 of 4 devices"]),
     ("stages=3", ["stages: 3 IPUs: IPUs are reserved by powers of 2"]),
