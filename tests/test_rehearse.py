@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -220,6 +221,15 @@ def run_new(folder: Path, monkeypatch: Any, capsys: Any) -> Any:
         return run_here(command, *arguments, monkeypatch=monkeypatch, capsys=capsys)
 
     return run
+
+
+def test_printed_commands_can_be_pasted(run_new: Any) -> None:
+    """Story: a name with a space was two arguments."""
+    wish = "--hardware", "pod4", "--shape", "3,16,16", "--stages", "1", "--batch", "8"
+    result = run_new("new_mine:net", *wish, "--out", "my net.yaml")
+    rehearsal, trial, run = map(shlex.split, result.stdout.splitlines())
+    assert rehearsal[-1] == "my net.yaml" and run[-3:] == ["my net.yaml", "--out", "runs/my net"]
+    assert "runs/my net_try" in trial
 
 
 def test_a_config_for_a_pod_is_written_and_rehearses(run_new: Any) -> None:
