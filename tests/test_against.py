@@ -49,6 +49,7 @@ def make_summary(method: str, steps: int, accumulate: int, **more: Any) -> Dict[
     """Make the summary of a run on four stages."""
     return {
         "method": method, "steps": steps, "batch": {"gradient_accumulation": accumulate}, "model": {"stages": 4},
+        "samples": steps * accumulate * 8,
         "planned_utilization": 0.5, "modelled_utilization": None, "utilization": None,
         "updates_per_epoch": 1000, "throughput_samples_per_second": 12.34, **more,
     }  # fmt: skip
@@ -108,6 +109,19 @@ def test_the_experiment_at_equal_time_has_these_settings(accumulate: int) -> Non
     numbers = (fitted.steps, fitted.optimizer.lr, fitted.lr_schedule.warmup_steps)
     expected = (row["steps"], row["optimizer"]["lr"], row["lr_schedule"]["warmup_steps"])
     assert numbers == pytest.approx(expected)
+
+
+def test_a_fall_that_ends_with_the_run_ends_with_the_others_too() -> None:
+    """Story: the equal-time run was refused after both others had trained, or its rate fell by half."""
+    linear = ["steps=24", "lr_schedule={name: linear, total_steps: 24}"]
+    gpipe = load_short_config("method=gpipe", "stages=2", *linear)
+    for accumulate in (1, 8):
+        chosen = fit_into_time(gpipe, accumulate, make_summary("pipedream", 24, 2), 200.0)
+        assert chosen is not None and chosen.steps is not None
+        assert chosen.lr_schedule.total_steps == pytest.approx(chosen.steps, abs=1)
+    local = load_short_config("method=local_sgd", "gradient_accumulation=1", *linear)
+    matched = match_samples(gpipe, local)
+    assert matched.lr_schedule.total_steps == matched.steps == 12
 
 
 def test_milestones_come_at_the_same_share_of_the_run() -> None:

@@ -230,3 +230,7 @@ def test_methods_with_losses_of_their_own_update_after_each_microbatch() -> None
     assert (local.steps, local.gradient_accumulation) == (24, 1)
     assert local.method_args.blocks == ["layer2"]
     assert switch_method(config, config.method, 3) == config.model_copy(update={"steps": 3})
+    falling = load_digits_config("lr_schedule={name: cosine, warmup_steps: 2, total_steps: 3}")
+    schedule = switch_method(falling, "local_chunked", 3).lr_schedule
+    N = falling.gradient_accumulation
+    assert (schedule.warmup_steps, schedule.total_steps) == (2 * N, 3 * N)

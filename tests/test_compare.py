@@ -661,6 +661,11 @@ def test_the_command_trains_as_train_does(tmp_path, monkeypatch, capsys):
         ["lr_schedule={name: cosine, warmup_steps: 3}", "method=pipemare"],
         ["precision=float64", "ema={decay: 0.9}", "clip={norm: 0.5, scope: stage}"],
         ["steps=null", "epochs=1", "evaluate={every: 1, subset: 50}", "method=local_greedy"],
+        ["steps=null", "epochs=2", "evaluate={every: 1, subset: 50}", "method=local_sgd"],
+        [
+            *("steps=null", "epochs=2", "data.subset=128"),
+            "lr_schedule={name: torch.optim.lr_scheduler.ExponentialLR, args: {gamma: 0.1}, interval: epoch}",
+        ],
     ],
 )
 def test_the_loop_of_a_config_evaluates_to_what_train_does(changes, tmp_path):
@@ -696,6 +701,7 @@ def test_the_script_of_the_guide_runs(tmp_path, monkeypatch, capsys):
         ("--methods 1F1B", "--methods: 1F1B: must be one of"),
         ("--rates x", "--rates"),
         ("--set early_stopping={}", "early_stopping"),
+        ("--quiet --set data.subset=32 steps=5", "2 microbatches an epoch do not fill one batch"),
     ],
 )
 def test_bad_input_of_the_command_is_one_line_and_exit_2(options, word, monkeypatch, capsys):

@@ -83,6 +83,17 @@ def test_a_refused_export_is_one_line_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["RUN"]
 
 
+def test_the_current_folder_is_a_checkpoint_but_no_new_folder(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    (fault,) = list_faults(ipu_pipe.export, trained_run, ".")
+    assert fault.startswith("--to: .: exists already")
+    monkeypatch.chdir(trained_run / "checkpoints" / "step-12")
+    assert ipu_pipe.export(".", tmp_path / "a.safetensors", "best").name.startswith("step-")
+
+
 def test_a_model_of_transformers_is_exported_to_its_own_layout(tmp_path: Path) -> None:
     third_party = pytest.importorskip("tests.third_party")
     torch.manual_seed(1)

@@ -8,6 +8,7 @@ import re
 import subprocess
 from pathlib import Path
 from typing import Any, Dict
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from ipu_pipe.job.factories import make_data, make_model
 from ipu_pipe.report import provenance
 from ipu_pipe.report.position import Position
 from ipu_pipe.report.provenance import find_commit, name_commit
+from ipu_pipe.run.loop import TrainingLoop
+from ipu_pipe.run.train import train
 from ipu_pipe.store import checkpoint
 from tests.support.processes import run_in_group
 from tests.support.runs import (
@@ -59,6 +62,33 @@ def test_a_run_stops_when_it_becomes_no_better_and_keeps_the_best(tmp_path: Path
         tmp_path / "run", *OFTEN, *stops, resume_from=4
     )  # with the patience used so far
     assert resumed_report["steps"] == 12 and resumed_report["stopped"] == report["stopped"]
+
+
+def test_a_run_that_is_killed_after_its_early_end_ends_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Story: interrupted in its last test, after its last checkpoint, it trained on when resumed."""
+    sets = [*OFTEN, "optimizer.lr=0", "early_stopping.patience=2", "data.validation=0.2"]
+    expected = train_short_digits(tmp_path / "whole", *sets)
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_complete_metrics", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train_short_digits(tmp_path / "cut", *sets)
+    resumed = train_short_digits(tmp_path / "cut", *sets, resume=True)
+    for key in ("steps", "stopped", "best", "final"):
+        assert resumed[key] == expected[key]
+    lines = [(tmp_path / run / "metrics.jsonl").read_text() for run in ("whole", "cut")]
+    assert lines[0].count("\n") == lines[1].count("\n")
+    # asked for, it goes on
+    (tmp_path / "cut" / "summary.json").unlink()
+    longer = train_short_digits(tmp_path / "cut", *sets, resume_from=expected["steps"])
+    assert longer["steps"] > expected["steps"]
+    # without a checkpoint it cannot, and nothing says that it could
+    sets += ["checkpoint=null"]
+    train_short_digits(tmp_path / "none", *sets)
+    train(load_config(DIGITS, [*SHORT, *sets]), tmp_path / "none", resume=True)
+    printed = capsys.readouterr().out
+    assert "it ended early" in printed and "--resume-from" not in printed
 
 
 # arguments, values, then the best one, its step, the evaluations that were not better, and why it stops

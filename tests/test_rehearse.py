@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -48,6 +49,18 @@ def test_a_config_for_ipus_is_rehearsed_as_it_stands(run_command: Any) -> None:
     assert result.stdout.rstrip().endswith("fits pod4 (predicted)")
     # the run on the emulator is small, and says so
     assert "float32 on the CPU, micro_batch_size 2, gradient_accumulation 4" in result.stderr
+
+
+@pytest.mark.parametrize("changes", [
+    ["early_stopping={patience: 1}"],
+    ["lr_schedule.name=plateau"],
+    ["method=local_sgd", "method_args={outer: {fragments: 2, delay: 1}, local_steps: 400}", "evaluate.steps=400"],
+    ["method=local_sgd", "model.args.layers=9", "stages=8"],
+    ["method=local_chunked", "method_args={blocks: 2, block_accumulation: [3, 2]}"],
+    ["method=pipedream", "stages=1", "method_args.constant_delay.updates=[[2, 1, 0, 1]]"],
+])  # fmt: skip
+def test_the_small_run_keeps_the_config_possible(changes: list[str]) -> None:
+    assert "with the same loss" in rehearse(load_config(DIGITS, changes)).text
 
 
 @pytest.mark.parametrize("change, keys", [
@@ -208,6 +221,15 @@ def run_new(folder: Path, monkeypatch: Any, capsys: Any) -> Any:
         return run_here(command, *arguments, monkeypatch=monkeypatch, capsys=capsys)
 
     return run
+
+
+def test_printed_commands_can_be_pasted(run_new: Any) -> None:
+    """Story: a name with a space was two arguments."""
+    wish = "--hardware", "pod4", "--shape", "3,16,16", "--stages", "1", "--batch", "8"
+    result = run_new("new_mine:net", *wish, "--out", "my net.yaml")
+    rehearsal, trial, run = map(shlex.split, result.stdout.splitlines())
+    assert rehearsal[-1] == "my net.yaml" and run[-3:] == ["my net.yaml", "--out", "runs/my net"]
+    assert "runs/my net_try" in trial
 
 
 def test_a_config_for_a_pod_is_written_and_rehearses(run_new: Any) -> None:

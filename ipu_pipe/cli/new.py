@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from shlex import quote
 
 from ipu_pipe.cli.arguments import COMMON, command, int_in, option, parse_counts, parse_file
 from ipu_pipe.config.values import MOST_STAGES
@@ -80,10 +81,13 @@ def main(args: argparse.Namespace) -> None:
     args.print_progress(
         f"written: {out}; rehearse it, try three updates here, train on the devices:"
     )
-    train = f"python tools/train.py {out} --out runs/{out.stem}"
+    # a name may have spaces
+    file = quote(str(out))
+    run, trial = (quote(f"runs/{out.stem}{end}") for end in ("", "_try"))
+    train = f"python tools/train.py {file} --out"
     here = "backend.name=emulator steps=3"
     if "name: poptorch" in text:
         # the emulator has neither options of IPUs nor precisions in bits
         here += " backend.ipu=null precision=float32"
-    commands = f"python tools/rehearse.py {out}\n{train}_try --set {here}\n{train}"
+    commands = f"python tools/rehearse.py {file}\n{train} {trial} --set {here}\n{train} {run}"
     args.print_result(name_commands(commands))

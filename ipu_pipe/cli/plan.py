@@ -8,6 +8,7 @@ import argparse
 import json
 import re
 from dataclasses import asdict
+from shlex import quote
 from typing import TYPE_CHECKING, Sequence
 
 from ipu_pipe.cli.arguments import (
@@ -214,7 +215,7 @@ def _compile_for(args: argparse.Namespace) -> None:
     args.print_result(compiling.format_stages(job, where, stages))
     file = compiling.write_hardware(where, args.config, stages)
     if file is not None:
-        args.print_progress(f"written: {file}: plan with --hardware {file}")
+        args.print_progress(f"written: {file}: plan with --hardware {quote(str(file))}")
 
 
 def _check_tensor_parallel(ways: int | None, devices: int, batch: int) -> None:
@@ -292,12 +293,13 @@ def _write_best(args: argparse.Namespace, config: Config, plan: Answer) -> None:
     hardware = args.hardware or config.hardware
     args.write.parent.mkdir(parents=True, exist_ok=True)
     write_text(args.write, make_planned_config(config, plan.problem, best, hardware))
-    commands = [f"python tools/train.py {args.write}"]
+    file = quote(str(args.write))
+    commands = [f"python tools/train.py {file}"]
     facts = config.backend.facts
     devices = best.candidate.devices
     # one process drives all devices of a backend that trains on a device of its own
     if devices > 1 and facts.trains_on is None:
-        processes = f"torchrun --nproc_per_node {devices} tools/train.py {args.write}"
+        processes = f"torchrun --nproc_per_node {devices} tools/train.py {file}"
         if facts.uses_processes:
             commands = [processes]
         else:

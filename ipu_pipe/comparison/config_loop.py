@@ -64,9 +64,6 @@ class ConfigLoop:
         # the pipeline converts the model to the config's precision
         setup = set_up(config.model_copy(update={"precision": "float32"}))
         optimizer = _make_optimizer(config, setup)
-        per_epoch, updates = _count_updates(setup)
-        scheduler = _make_scheduler(config, optimizer, per_epoch, updates)
-        every = config.evaluate.interval(per_epoch)
         with pipeline(
             setup.model,
             # None: the model's output is its loss
@@ -78,24 +75,21 @@ class ConfigLoop:
             ema=None if config.ema is None else config.ema.decay,
             **{key: getattr(config, key) for key in SAME},
         ) as pipe:
+            # of the pipeline's method, whose replicas may take more data than the config says
+            per_epoch, updates = pipe.count_updates(setup)
+            every = config.evaluate.interval(per_epoch)
+            scheduler = _make_scheduler(config, optimizer, per_epoch, updates)
+            # updates between two steps of the scheduler
+            interval = per_epoch if config.lr_schedule.interval == "epoch" else 1
+            if interval is None:
+                why = "the data have no epochs: must be update"
+                raise BadInput(f"lr_schedule.interval: epoch: {why}")
             for k in range(updates):
                 pipe.step(microbatches=_read_batch(setup, k, pipe.microbatches, per_epoch))
-                scheduler.step()
+                if (k + 1) % interval == 0:
+                    scheduler.step()
                 if k + 1 == updates or (every and (k + 1) % every == 0):
                     pipe.evaluate(load_test_batches(setup), config.metrics)
-
-
-def _count_updates(setup: Setup) -> tuple[int | None, int]:
-    """Return the updates of an epoch, None for data without a length, and of the run."""
-    config = setup.config
-    microbatches = setup.data.train_batches_per_epoch(config.micro_batch_size)
-    per_update = config.gradient_accumulation * config.replicas
-    # an epoch ends with its last whole update
-    per_epoch = None if microbatches is None else microbatches // per_update
-    updates = config.steps or config.epochs * (per_epoch or 0)
-    if not updates:
-        raise BadInput("steps: null: the data has no length or no whole update: must be given")
-    return per_epoch, updates
 
 
 def _make_optimizer(config: Config, setup: Setup) -> torch.optim.Optimizer:

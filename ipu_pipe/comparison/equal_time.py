@@ -25,6 +25,7 @@ from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
 from ipu_pipe.config.compare import keep_recorded_choices
 from ipu_pipe.config.load import load_recorded
 from ipu_pipe.config.schema import Config
+from ipu_pipe.config.sections import LrSchedule
 from ipu_pipe.errors import Divergence
 from ipu_pipe.files import write_json
 from ipu_pipe.report.plots import open_figure
@@ -132,11 +133,9 @@ def match_samples(config: Config, other: Config) -> Config:
     if config.steps is None:
         return other
     size, other_size = (build_for_planning(one).global_batch_size for one in (config, other))
-    lr_schedule = other.lr_schedule
-    warmup = math.ceil(lr_schedule.warmup_steps * size / other_size)
     changes = {
         "steps": math.ceil(config.steps * size / other_size),
-        "lr_schedule": lr_schedule.model_copy(update={"warmup_steps": warmup}),
+        "lr_schedule": other.lr_schedule.scale_updates(size / other_size),
     }
     return other.model_copy(update=changes)
 
@@ -216,7 +215,8 @@ def fit_into_time(config: Config, accumulate: int, first: Summary, slots: float)
         return None
     # played once, for more updates than fit: those that end in time are then counted
     longest = config.model_copy(update={"gradient_accumulation": accumulate, "steps": most})
-    job = build_for_planning(longest)
+    # its rates do not matter, and a schedule may be made for fewer updates
+    job = build_for_planning(longest.model_copy(update={"lr_schedule": LrSchedule()}))
     ends = job.play_updates(None, job.drains, most)
     # an update that ends just in time must not be lost to rounding
     steps = int(np.searchsorted(ends, slots * (1 + 1e-12), "right"))
@@ -227,11 +227,14 @@ def fit_into_time(config: Config, accumulate: int, first: Summary, slots: float)
     # a reference batch size scales the rate itself
     if not optimizer.reference_batch_size:
         optimizer = optimizer.scale_rate(accumulate / configured)
-    share_of_samples = steps * accumulate / (first["steps"] * configured)
+    # by samples, because replicas with weights of their own take more than the first run's
+    share_of_samples = steps * job.global_batch_size / first["samples"]
+    total = lr_schedule.total_steps
     rate_changes = {
         "warmup_steps": math.ceil(lr_schedule.warmup_steps * configured / accumulate),
-        # the same share of a run that has another number of epochs
+        # the same share of a run that has another number of epochs, and of updates
         "milestones": [epoch * share_of_samples for epoch in lr_schedule.milestones],
+        "total_steps": total and math.ceil(total * share_of_samples * configured / accumulate),
     }
     changes = {
         "steps": steps,

@@ -194,9 +194,7 @@ def switch_method(
             # blocks need no batch to fill a pipeline (Laskin et al. 2020, section 6)
             changes["steps"] *= config.gradient_accumulation
             changes["gradient_accumulation"] = 1
-            # so that the warm-up is of as many samples
-            warmup = config.lr_schedule.warmup_steps * config.gradient_accumulation
-            changes["lr_schedule"] = config.lr_schedule.model_copy(update={"warmup_steps": warmup})
+            changes["lr_schedule"] = config.lr_schedule.scale_updates(config.gradient_accumulation)
             # the cut that the pipelines have, so that methods differ by nothing else
             if structure.blocks is not None and boundaries:
                 method_args["blocks"] = list(boundaries)

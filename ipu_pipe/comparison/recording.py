@@ -20,9 +20,11 @@ import torch
 from ipu_pipe.comparison.stage_times import StageTimes
 from ipu_pipe.comparison.trainings import Training
 from ipu_pipe.errors import BadInput, Divergence
+from ipu_pipe.job.record import Length, Setup
 from ipu_pipe.model.randomness import RandomStates, restore_random_states
 from ipu_pipe.pipeline.pipeline import Pipeline, Update, count_stages
 from ipu_pipe.report.memory import plan_memory
+from ipu_pipe.run.build import count_updates
 from ipu_pipe.schedule.clock import Costs
 from ipu_pipe.schedule.methods import METHODS
 
@@ -82,6 +84,17 @@ class RecordedPipeline(Pipeline):
     def _note(self, updates: list[Update]) -> list[Update]:
         self.record.losses += [update.loss for update in updates]
         return updates
+
+    def count_updates(self, setup: Setup) -> Length:
+        """Return the updates of an epoch, None for data without a length, and of the run of a
+        config, as `train` would count them for this pipeline's method. Raise `BadInput`.
+        """
+        config = self._config
+        method_args = config.method_args
+        if self._method.rounds is not None:
+            method_args = method_args.model_copy(update={"replicas": self.microbatches})
+        changes = {"method": config.method, "method_args": method_args}
+        return count_updates(setup.config.model_copy(update=changes), setup.data)
 
     def complete_record(self) -> Training:
         """Return the record of a training that has ended. Raise `BadInput` if no step was made."""

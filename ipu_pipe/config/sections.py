@@ -381,6 +381,12 @@ class LrSchedule(Section):
         """Whether the rate falls over the whole run."""
         return self.name in ("cosine", "linear")
 
+    def scale_updates(self, factor: float) -> "LrSchedule":
+        """Return the schedule of a run of as many samples in `factor` times as many updates."""
+        total = self.total_steps and math.ceil(self.total_steps * factor)
+        warmup = math.ceil(self.warmup_steps * factor)
+        return self.model_copy(update={"warmup_steps": warmup, "total_steps": total})
+
 
 class ClipConfig(Section):
     """Gradient clipping to a `norm`, whose `scope` is: over all stages (`global`, synchronous

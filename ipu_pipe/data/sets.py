@@ -25,6 +25,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util
 from pathlib import Path
+from shlex import quote
 from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 import numpy as np
@@ -102,7 +103,7 @@ def verify_files(name: str, folder: Path, root: str | Path | None) -> None:
     """Raise `BadInput`, one line for each file that is missing, cut short or altered, and say how
     to fetch it.
     """
-    where = f" --root {root}" if root is not None else ""
+    where = f" --root {quote(str(root))}" if root is not None else ""
     remedy = f"run: python tools/fetch_data.py {name}{where}"
     if not folder.is_dir():
         raise BadInput(f"data: {name}: {folder}: does not exist: {remedy}")

@@ -18,7 +18,7 @@ class Position:
 
     `epoch_loss`: the sum over the epoch's `epoch_updates` so far. `best_name`: the figure that
     decides the best evaluation, such as test_loss. `plateau`: the state of a learning rate that
-    follows evaluations.
+    follows evaluations. `stopped`: why the run ended early here.
     """
 
     update: int = 0
@@ -31,6 +31,7 @@ class Position:
     best_step: int | None = None
     initial: EvaluationResult = EvaluationResult()
     plateau: dict[str, Any] | None = None
+    stopped: str | None = None
 
     def add_update(self, loss: float | None, begins_epoch: bool) -> None:
         """Count one more update with its mean training loss, if it has one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Any, Mapping, Sequence
 
 from ipu_pipe.config.schema import Config
@@ -292,7 +293,9 @@ def format_closing(
         lines.append(
             f"    {folder / 'trace.json.gz'}  timeline of each device: open it in ui.perfetto.dev"
         )
-    tensorboard = f"; tensorboard --logdir {folder}" if job.config.log.tensorboard else ""
+    tensorboard = (
+        f"; tensorboard --logdir {quote(str(folder))}" if job.config.log.tensorboard else ""
+    )
     lines.append(f"    {folder / 'metrics.jsonl'}  losses and rates by update{tensorboard}")
     if (folder / "checkpoints").is_dir():
         lines.append(f"    {folder / 'checkpoints'}    weights")
@@ -337,7 +340,7 @@ def _advise_rate(job: PlannedJob, folder: Path) -> str:
         return ""
     change = "" if facts.emulates else " --set backend.name=emulator"
     return (
-        f": ipu-pipe stability {folder / 'config.yaml'}{change} measures the curvature at this "
+        f": ipu-pipe stability {quote(str(folder / 'config.yaml'))}{change} measures the curvature at this "
         f"run's checkpoints"
     )
 

@@ -46,7 +46,8 @@ def export(
     run = parse_path(run, "export: run")
     to = parse_path(to, "--to")
     path = find_checkpoint(run, step)
-    if os.path.exists(to) and (not os.path.isdir(to) or any(to.iterdir())):
+    # the current folder cannot be replaced, even where it is empty
+    if os.path.exists(to) and (not os.path.isdir(to) or not to.name or any(to.iterdir())):
         raise BadInput(
             f"--to: {to}: exists already: must be a new file that ends in .safetensors, or a new "
             f"folder"
@@ -109,5 +110,6 @@ def find_checkpoint(run: Path, step: None | int | str) -> Path:
             raise BadInput(
                 f"--step: {BEST}: {run}: {why}: give the step for the weights themselves"
             )
-    folder = path.parent
+    # not `parent`: that of the current folder would be itself
+    folder = Path(os.path.normpath(path / ".."))
     return folder / f"step-{choose_step(folder, int(step), '--step')}"

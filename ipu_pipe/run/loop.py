@@ -59,8 +59,11 @@ class TrainingLoop:
         overwrite: bool,
         quiet: bool,
         callbacks: Sequence[Callback] = (),
+        goes_on: bool = False,
     ) -> None:
         self.job = job
+        # after an early end, which a resumed run otherwise keeps
+        self.goes_on = goes_on
         self.run: RunFolder | None = None
 
         def open_folder() -> None:
@@ -124,6 +127,10 @@ class TrainingLoop:
         self.engine = engine = self.flow.engine
         if self.resume:
             self.position = restore(job, self.flow, self.out, self.progress.say, self.callbacks)
+            # killed after its early end, before its summary was written
+            if self.position.stopped is not None and not self.goes_on:
+                self.end = self.position.update
+                self.moment = replace(self.moment, stopped=self.position.stopped)
         position = self.position
         if not position.update:
             self.loss_trend = LossTrend(job.updates)
@@ -335,8 +342,8 @@ class TrainingLoop:
                 self._pause(evaluates, saves)
                 if self.has_callbacks and (evaluates or saves or self.watches_updates):
                     self._agree_on_end()
-            # after an early stop evaluate and save as at a planned end
-            if self.end < job.updates:
+            # after an early stop evaluate and save as at a planned end, unless an earlier start has
+            if self.end < job.updates and self.progress.steps:
                 start = time.perf_counter()
                 results = flow.drain()
                 # the updates that the drain completes also took its time
@@ -535,8 +542,10 @@ class TrainingLoop:
         if settings is None:
             return
         state = engine.collect_state() if engine.checkpoint_group is None else engine.collect_part()
-        # rank 0 alone has callbacks
-        states = run_on_main(self.callbacks.collect_states)
+        # rank 0 alone has callbacks; after one has asked for the end this is the last checkpoint
+        states, position.stopped = run_on_main(
+            lambda: (self.callbacks.collect_states(), self.callbacks.stop_reason)
+        )
         manifest = {}
         if state is not None:
             state = join_loss(state)

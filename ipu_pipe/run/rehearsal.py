@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
+import numpy as np
 import torch
 
 from ipu_pipe.backends.table import get_backend
@@ -37,6 +38,7 @@ from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.export import export
 from ipu_pipe.run.planning import build_for_planning, replace_missing_data
 from ipu_pipe.run.train import train
+from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.text import format_bytes
 
 # the batch of the run on the emulator: samples of a microbatch, replicas, updates
@@ -59,7 +61,7 @@ def rehearse(config: Config, say: Callable[[str], None] = lambda text: None) -> 
     """Rehearse a config. Raise `BadInput` with all faults that would refuse it on its hardware."""
     config = _choose_hardware(config, say)
     # shortened: planning takes longer for more updates, and tells the same
-    job = build_for_planning(_shorten(config))
+    job = build_for_planning(_shorten(config, _count_round(config)))
     # first: nothing else is worth its time if the devices refuse the run
     raise_faults(get_backend(job.config).predict_refusals(job))
     cut = None
@@ -78,10 +80,10 @@ def rehearse(config: Config, say: Callable[[str], None] = lambda text: None) -> 
         # asked again, the planner would cut for the small batch
         stages = job.partition.begin_names() or 1
     data = _replace_own_data(config.data, job)
-    small = _make_small(config.model_copy(update={"stages": stages, "data": data}))
+    small = _make_small(config.model_copy(update={"stages": stages, "data": data}), job)
     stand_in = "" if data is config.data else f" in the shape of {config.data.name}"
     say(
-        f"rehearsing {UPDATES} updates on the emulator: arithmetic in float32 on the CPU, "
+        f"rehearsing {small.steps} updates on the emulator: arithmetic in float32 on the CPU, "
         f"micro_batch_size {small.micro_batch_size}, gradient_accumulation "
         f"{small.gradient_accumulation}, replicas {small.replicas}, data {small.data.name}{stand_in}"
     )
@@ -107,9 +109,22 @@ def _choose_hardware(config: Config, say: Callable[[str], None]) -> Config:
     return config.model_copy(update={"hardware": pod})
 
 
-def _shorten(config: Config) -> Config:
+def _count_round(config: Config) -> int:
+    """Return the updates after a multiple of which a run may stop: those of a round of replicas, or
+    those that make a step of every block.
+    """
+    settings = config.method_settings()
+    rounds = resolve_method(config.method, settings).rounds
+    if rounds is not None and rounds.outer is not None:
+        return rounds.steps
+    # NumPy's, since Python's own came with 3.9
+    return int(np.lcm.reduce(settings.get("block_accumulation", [1])))
+
+
+def _shorten(config: Config, round_length: int) -> Config:
     """Return the config with few updates, on a backend that this process can plan."""
-    changes: dict[str, Any] = {"steps": UPDATES * config.updates_per_call}
+    few = UPDATES * config.updates_per_call * round_length
+    changes: dict[str, Any] = {"steps": min(few, config.steps or few)}
     if config.backend.facts.uses_processes:
         changes["backend"] = config.backend.model_copy(update={"name": "emulator"})
     if config.checkpoint is not None:
@@ -135,9 +150,9 @@ def _replace_own_data(data: DataConfig, job: PlannedJob) -> DataConfig:
     return DataConfig.model_validate(keys)
 
 
-def _make_small(config: Config) -> Config:
+def _make_small(config: Config, job: PlannedJob) -> Config:
     """Return the config of the run on the emulator: small batches, float32, random data unless only
-    the user's own function can make it.
+    the user's own function can make it. `job`: the config's own.
     """
     config, _ = replace_missing_data(config)
     has_own_data = ":" in config.data.name and config.data.name != ENTRY
@@ -150,8 +165,22 @@ def _make_small(config: Config) -> Config:
     # a loader's batches have a size of their own
     samples = config.micro_batch_size if has_own_data else min(config.micro_batch_size, SAMPLES)
     replicas = min(config.replicas, REPLICAS)
-    accumulate = min(config.gradient_accumulation, max(least, 2))
-    enough = 2 * UPDATES * samples * accumulate * replicas
+    accumulate = config.gradient_accumulation
+    method = job.method
+    is_table = method.delay is not None and method.delay.table is not None
+    # a table of delays or a file of rows is made for a number of microbatches
+    if not is_table and not (method.order is not None and method.order.file):
+        accumulate = min(accumulate, max(least, 2))
+    if method.rounds is not None and method.rounds.outer is not None:
+        outer = method.rounds.outer
+        # the shortest round, since a run stops only between two
+        shortest = outer.count_fragments(len(job.partition)) * (outer.delay + 1)
+        keys["method_args"]["local_steps"] = shortest
+        config = config.with_method_args(local_steps=shortest)
+    round_length = _count_round(config)
+    # replicas with weights of their own take as many batches
+    shares = replicas if method.rounds is None else job.replica_count
+    enough = 2 * UPDATES * samples * accumulate * shares
     # a function of the user's need not take these keys
     if not has_own_data:
         keys["data"].update(subset=enough, test_subset=SAMPLES, validation=None)
@@ -163,9 +192,10 @@ def _make_small(config: Config) -> Config:
         micro_batch_size=samples,
         gradient_accumulation=accumulate,
         replicas=replicas,
-        steps=UPDATES,
-        evaluate={"every": 0},
-        checkpoint={"every": 1},
+        steps=UPDATES * round_length,
+        # at the end alone, but early stopping and a plateau need an interval
+        evaluate={"steps": UPDATES * round_length},
+        checkpoint={"every": round_length},
         # the user's callbacks may write elsewhere, or end the run
         callbacks=[],
     )
@@ -178,16 +208,17 @@ def _try_out(config: Config) -> str:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         first = train(config, run, quiet=True)
-        # from the first update: after the last one the run is finished, and nothing would be
+        # from the first checkpoint: after the last one the run is finished, and nothing would be
         # resumed
-        resumed = train(config, run, resume_from=1, quiet=True)
+        first_step = first["steps"] // UPDATES
+        resumed = train(config, run, resume_from=first_step, quiet=True)
         export(run, Path(folder) / "model.safetensors")
     loss = first["final"]["train_loss"]
     same = "with the same loss" if resumed["final"] == first["final"] else "WITH ANOTHER LOSS"
     return (
-        f"rehearsed on the emulator (float32, CPU): {UPDATES} updates of "
+        f"rehearsed on the emulator (float32, CPU): {first['steps']} updates of "
         f"{first['batch']['global_batch_size']} samples, training loss {loss:.4g}; "
-        f"saved, resumed after the first {same}, exported"
+        f"saved, resumed after {'the first' if first_step == 1 else first_step} {same}, exported"
     )
 
 

@@ -141,7 +141,10 @@ def train(
         if start.ended is not None:
             why = start.ended.get("stopped")
             steps = start.ended.get("steps")
-            early = f" (it ended early: {why}; --resume-from {steps} continues it)" if why else ""
+            # a run without checkpoints cannot go on
+            has_last = run_on_main(lambda: steps in checkpoint.list_steps(out / "checkpoints"))
+            remedy = f"; --resume-from {steps} continues it" if has_last else ""
+            early = f" (it ended early: {why}{remedy})" if why else ""
             say(f"{out}: this run is finished: nothing to resume{early}")
             return start.ended
         job = _build(start, objects)
@@ -151,7 +154,9 @@ def train(
             # only the main process reads the data here, so its random states must not change
             with restore_random_states():
                 _fingerprint(job, out, start)
-            return TrainingLoop(job, out, start.resumes, overwrite, quiet, run_callbacks).run_all()
+            return TrainingLoop(
+                job, out, start.resumes, overwrite, quiet, run_callbacks, start.goes_on
+            ).run_all()
         finally:
             # also after a fault: the model is the caller's
             job.precision.give_back(keep_dtype)
@@ -258,13 +263,15 @@ class _Start(NamedTuple):
     """The start of a run.
 
     `config`: the config to train by; `done`: the updates of its checkpoint (0: no checkpoint);
-    `ended`: the summary of a finished run; `resumes`: whether there is a run to resume.
+    `ended`: the summary of a finished run; `resumes`: whether there is a run to resume; `goes_on`:
+    whether it trains on if it had ended early.
     """
 
     config: Config
     done: int = 0
     ended: dict[str, Any] | None = None
     resumes: bool = False
+    goes_on: bool = False
 
 
 def _build(start: _Start, objects: Overrides) -> PlannedJob:
@@ -308,11 +315,12 @@ def _find_start(
         raise BadInput([f"--resume: {saved}: {change}" for change in changes.refused])
     done = choose_step(out / "checkpoints", step)
     # a finished run goes on if it is to be longer, or from an older checkpoint
-    ended = read_summary(out) if step is None and not changes.longer else None
+    goes_on = step is not None or changes.longer
+    ended = None if goes_on else read_summary(out)
     # a finished run continues with nothing
     for change in changes.free if ended is None else ():
         say(f"the run continues with another {change}")
-    return _Start(config, done, ended, True)
+    return _Start(config, done, ended, True, goes_on)
 
 
 def evaluate_checkpoint(config: Config, path: str | Path) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class _PositionRecord(_Record):
         {},
     )
     plateau: Optional[Dict[str, Optional[float]]] = None
+    stopped: Optional[str] = None
 
 
 class _CallbackRecord(_Record):
