@@ -151,18 +151,17 @@ class IpuEngine(HostModelEngine):
         """Return the sums of every loss's tally over all processes."""
         example = (*self.run.example, 0)
         tallies = [Tally(self.run.loss, metrics) for _ in range(self._loss_count)]
-        executors.begin_evaluation()
-        calls = split_into_calls(self._read_shard(batches), executors.rows)
-        # counted, because blocks of other processes know a call by its number
-        for number in itertools.count():
-            x, y, count = next(calls, example)
-            if not self._is_any_left(count):
-                break
-            # every process makes the call, also with no samples of its own
-            outputs = self._infer(executors, fill_up(x, executors.rows), number)
-            for tally, output in zip(tallies[self._losses_here], outputs) if count else ():
-                tally.add(trim_output(output, count), y[:count], count)
-        executors.end_evaluation()
+        with executors.hold_inference():
+            calls = split_into_calls(self._read_shard(batches), executors.rows)
+            # counted, because blocks of other processes know a call by its number
+            for number in itertools.count():
+                x, y, count = next(calls, example)
+                if not self._is_any_left(count):
+                    break
+                # every process makes the call, also with no samples of its own
+                outputs = self._infer(executors, fill_up(x, executors.rows), number)
+                for tally, output in zip(tallies[self._losses_here], outputs) if count else ():
+                    tally.add(trim_output(output, count), y[:count], count)
         sums = torch.stack([tally.sums for tally in tallies])
         if self._world > 1:
             # sums of samples, so that processes may have different numbers of them
@@ -412,12 +411,11 @@ class PoptorchEngine(IpuEngine):
         """Return the model's output for inputs of any number of samples, computed by the inference
         model.
         """
-        executors.begin_evaluation()
         outputs = []
-        for part in x.split(executors.rows):
-            output = executors.infer(fill_up(part, executors.rows))[-1]
-            outputs.append(trim_output(output, len(part)))
-        executors.end_evaluation()
+        with executors.hold_inference():
+            for part in x.split(executors.rows):
+                output = executors.infer(fill_up(part, executors.rows))[-1]
+                outputs.append(trim_output(output, len(part)))
         return torch.cat(outputs)
 
     def _call(self, executors: Executors, k: int) -> list[StepResult]:
