@@ -265,6 +265,18 @@ def test_a_momentum_may_begin_late_and_labels_of_another_kind_are_refused() -> N
     pipe.close()
 
 
+def test_training_goes_on_after_an_evaluation_that_fails() -> None:
+    """Story: the weights that it had brought to the host were taken for changes by the caller."""
+    model = make_plain()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    keys: Any = {"stages": ["3"], "microbatches": 2, "backend": "xla"}
+    with ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, **keys) as pipe:
+        pipe.step(*draw_rows())
+        with pytest.raises(ZeroDivisionError):
+            pipe.evaluate([draw_rows()], {"share": lambda output, y: 1 / 0})
+        assert [update.index for update in pipe.step(*draw_rows())] == [1]
+
+
 @pytest.mark.slow
 def test_a_change_of_what_the_devices_change_is_refused_elsewhere() -> None:
     """The host's value is an old one."""

@@ -1612,6 +1612,10 @@ class Pipeline:
             self._is_broken |= has_changed or self._config.backend.facts.uses_processes
             if not self._is_broken:
                 self._absent.hide()
+                # the newest weights, which a failed call has brought to the host, are no changes of
+                # the caller's; the body of `whole_model` may have made some
+                if self._seam is not None and call != "whole_model":
+                    self._seam.note_other_call()
             elif self._flow is not None:
                 self._flow.leave(error)
             # SAM, for one, asserts that its step gets a closure
