@@ -381,8 +381,12 @@ def test_the_caller_can_neither_step_nor_watch_updates(poptorch: Any) -> None:
     line = "^optimizer.momentum: 0.5: .*0.9: only the learning rate may change"
     with pytest.raises(BadInput, match=line):
         loop.run(1, 2)
-    with pytest.raises(RunFault, match="an earlier call has failed"):
+    # before the step, so that the loop goes on; story: it could not
+    loop.optimizer.param_groups[0].update(momentum=0.9, weight_decay=0.02)
+    with pytest.raises(BadInput, match="^optimizer.weight_decay: 0.02"):
         loop.run(1, 2)
+    loop.optimizer.param_groups[0]["weight_decay"] = SGD["weight_decay"]
+    loop.run(1, 2)
     loop.pipe.close()
     assert poptorch._device.ipus_by_holder == {}
 

@@ -1298,10 +1298,10 @@ class Pipeline:
             {key for key, value in group.items() if isinstance(value, (bool, int, float)) and value}
             for group in groups
         ]
-        if are_set == self._settings_that_fit:
-            return
-        faults = find_rule_faults(self._require_job(), optimizer)
-        faults += self._flow.engine.list_setting_faults(groups)
+        # a backend may compile the numbers, too
+        faults = self._flow.engine.list_setting_faults(groups)
+        if are_set != self._settings_that_fit:
+            faults = find_rule_faults(self._require_job(), optimizer) + faults
         raise_faults(list(dict.fromkeys(faults)))
         self._settings_that_fit = are_set
 

@@ -22,7 +22,7 @@ import gc
 import itertools
 import sys
 import time
-from typing import Any, Callable, Iterator, TypeVar
+from typing import Any, Callable, Iterable, Iterator, Mapping, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from ipu_pipe.backends.ipu.optimizer import (
     count_state_bytes,
     export_state,
     import_state,
+    list_changed_settings,
     require_compiled_settings,
 )
 from ipu_pipe.backends.ipu.options import IpuOptions, make_options
@@ -387,6 +388,15 @@ class PoptorchEngine(IpuEngine):
 
     def take(self, k: int) -> StepResult:
         return self._results.pop(k)
+
+    def list_setting_faults(self, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+        # the settings of heads are in no group of the caller's
+        members = dict(enumerate(groups))
+        return [
+            fault
+            for group in self.run.optimizer.param_groups
+            for fault in list_changed_settings(group, members.get(group["member"], {}))
+        ]
 
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         # without a loaded state the executors go on: PopTorch's pipeline is empty after each update
