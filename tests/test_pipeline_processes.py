@@ -346,7 +346,26 @@ def hang_on_one_rank(rank: int, folder: Path) -> None:
         assert dump.exists() == (str(dump) in str(fault.value))
 
 
+def pass_other_arguments_by_rank(rank: int, folder: Path) -> None:
+    """Stories: rows of a prediction had no values; gloo ended the process of shorter batches, and of
+    other metrics."""
+    x, y = make_loop_batch(ON_PROCESSES["pipedream"], 3)
+    for call in (
+        lambda pipe: pipe.predict(x[: 3 + rank]),
+        lambda pipe: pipe.evaluate([(x[: 3 - rank], y[: 3 - rank])]),
+        lambda pipe: pipe.evaluate([(x + rank, y)]),
+        lambda pipe: pipe.evaluate([(x, y)], ["accuracy"] * rank),
+    ):
+        loop = begin("pipedream", deadline=20)
+        with pytest.raises(RunFault) as fault:
+            call(loop.pipe)
+        if rank:
+            assert re.search("different batches or metrics: pass the same", str(fault.value))
+        loop.pipe.abort()
+
+
 ERRORS = [
+    pass_other_arguments_by_rank,
     shuffle_on_each_rank,
     fail_on_one_rank,
     call_late,

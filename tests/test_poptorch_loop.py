@@ -236,6 +236,21 @@ def test_it_evaluates_and_predicts_on_the_ipus(poptorch: Any) -> None:
     assert_states_close(loops[0].close(), loops[1].close(), 1e-6)
 
 
+def test_an_evaluation_that_fails_leaves_the_ipus_to_training(poptorch: Any) -> None:
+    """Story: the inference model kept the IPUs, and the next step could not acquire them."""
+    loops = [IpuLoop(CASES["calls of 2"], backend) for backend in ("poptorch", "emulator")]
+    x, y = make_replicated_batch(loops[0].case, 7)
+    for loop in loops:
+        loop.run(0, 2)
+        with pytest.raises(ZeroDivisionError):
+            loop.pipe.evaluate((x / (1 // left), y) for left in (1, 0))
+        with pytest.raises(ZeroDivisionError):
+            loop.pipe.evaluate([(x, y)], {"share": lambda output, y: 1 / 0})
+        assert loop.pipe.predict(x[:0]).shape == (0, 4)
+        loop.run(2, 4)
+    assert_states_close(loops[0].close(), loops[1].close(), 1e-6)
+
+
 def test_memory_schedule_and_trace_are_those_of_the_ipus(poptorch: Any, tmp_path: Path) -> None:
     loop = IpuLoop(CASES["calls of 2"], trace=range(4))
     loop.run()
@@ -366,8 +381,12 @@ def test_the_caller_can_neither_step_nor_watch_updates(poptorch: Any) -> None:
     line = "^optimizer.momentum: 0.5: .*0.9: only the learning rate may change"
     with pytest.raises(BadInput, match=line):
         loop.run(1, 2)
-    with pytest.raises(RunFault, match="an earlier call has failed"):
+    # before the step, so that the loop goes on; story: it could not
+    loop.optimizer.param_groups[0].update(momentum=0.9, weight_decay=0.02)
+    with pytest.raises(BadInput, match="^optimizer.weight_decay: 0.02"):
         loop.run(1, 2)
+    loop.optimizer.param_groups[0]["weight_decay"] = SGD["weight_decay"]
+    loop.run(1, 2)
     loop.pipe.close()
     assert poptorch._device.ipus_by_holder == {}
 

@@ -120,13 +120,29 @@ def close_over() -> Any:
 
 class Case(NamedTuple):
     """A model, a loss, and a change by the caller after three steps: between calls, or in
-    `whole_model`. It is equal up to `bound`."""
+    `whole_model`. It is equal up to `bound`. `pack`: nests the batch of a step."""
 
     make: Callable[[], nn.Module]
     make_loss: Callable[[], Any] = lambda: F.cross_entropy
     change: Optional[Callable[[Any, Any], Any]] = None
     is_inside: bool = False
     bound: float = 1e-12
+    pack: Callable[..., Any] = lambda i, x, y: (x, y)
+
+
+def pack_by_name(i: int, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Return mappings whose keys are not sorted, and in another order every other step."""
+    parts = {"x": x, "others": 2 * x}, {"y": y, "others": (y + 1) % CLASSES}
+    return [dict(reversed(part.items())) if i % 2 else part for part in parts]
+
+
+class TwoInputs(nn.Sequential):
+    def forward(self, x: torch.Tensor, others: torch.Tensor) -> Any:
+        return super().forward(x - others.square())
+
+
+def compute_two_losses(output: torch.Tensor, y: Any) -> torch.Tensor:
+    return F.cross_entropy(output, y["y"]) + 0.1 * F.cross_entropy(output, y["others"])
 
 
 def make_plain() -> nn.Module:
@@ -182,12 +198,16 @@ CASES: Dict[str, Case] = {
     "the loss's state, inside": Case(
         make_plain, Centered, lambda _, loss: loss.center.fill_(2), True
     ),
+    # Story: tensors of one shape changed places, as a tokenizer's ids and mask would.
+    "batches by name": Case(
+        lambda: TwoInputs(*make_plain()), lambda: compute_two_losses, pack=pack_by_name
+    ),
     # Story: sums of each weight were compared, which its rows in another order do not change.
     "rows in another order, inside": Case(
         make_single, change=flip_rows, is_inside=True, bound=1e-5
     ),
 }
-QUICK = ("kept state", "no gradient", "closure written")
+QUICK = ("kept state", "no gradient", "closure written", "batches by name")
 
 
 def train_xla_case(case: Case, backend: str) -> List[torch.Tensor]:
@@ -203,7 +223,7 @@ def train_xla_case(case: Case, backend: str) -> List[torch.Tensor]:
                 losses += [] if case.is_inside else pipe.drain()
                 with pipe.whole_model() if case.is_inside else nullcontext():
                     case.change(model, loss)
-            losses += pipe.step(*draw_rows())
+            losses += pipe.step(*case.pack(i, *draw_rows()))
         losses += pipe.drain()
     tensors = [t.clone() for t in model.state_dict().values()]
     kept = loss.state_dict().values() if isinstance(loss, nn.Module) else ()
@@ -222,6 +242,39 @@ def test_xla_trains_as_the_emulator(name: str) -> None:
     assert measure_gap(expected, train_xla_case(case, "xla")) < case.bound
     if case.change is not None:
         assert measure_gap(expected, train_xla_case(case._replace(change=None), "emulator")) > 1e-3
+
+
+def test_a_momentum_may_begin_late_and_labels_of_another_kind_are_refused() -> None:
+    """Stories: the first velocity was dampened; class probabilities were read as labels."""
+    models = [make_plain(), make_plain()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, backend in zip(models, ("emulator", "xla")):
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, dampening=0.5)
+        keys: Any = {"stages": ["3"], "microbatches": 2, "backend": backend}
+        with ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, **keys) as pipe:
+            for momentum in (0.0, 0.9, 0.9):
+                optimizer.param_groups[0]["momentum"] = momentum
+                pipe.step(*draw_rows())
+    assert measure_gap(*(list(m.state_dict().values()) for m in models)) < 1e-12
+    pipe = ipu_pipe.Pipeline(models[1], F.cross_entropy, optimizer, **keys)
+    x, y = draw_rows()
+    pipe.step(x, y)
+    with pytest.raises(BadInput, match=r"labels: \(4, 4\), torch.float64, of the first"):
+        pipe.step(x, F.one_hot(y, CLASSES).double())
+    pipe.close()
+
+
+def test_training_goes_on_after_an_evaluation_that_fails() -> None:
+    """Story: the weights that it had brought to the host were taken for changes by the caller."""
+    model = make_plain()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    keys: Any = {"stages": ["3"], "microbatches": 2, "backend": "xla"}
+    with ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, **keys) as pipe:
+        pipe.step(*draw_rows())
+        with pytest.raises(ZeroDivisionError):
+            pipe.evaluate([draw_rows()], {"share": lambda output, y: 1 / 0})
+        assert [update.index for update in pipe.step(*draw_rows())] == [1]
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def trace_pieces(
         for s, piece in enumerate(pieces):
             is_last = s == len(pieces) - 1
             entering = [spec.differentiable for spec in crossings[s - 1].tensors] if s else None
-            stage = _Stage(piece, entering, value, y if is_last else None, loss)
+            stage = _Stage(piece, entering, value, sort_keys(y) if is_last else None, loss)
             with stage.explain_errors():
                 output, masks = stage.observe()
             stages.append((stage, masks))

@@ -102,6 +102,13 @@ def list_leaves(value: Any) -> Sequence[Any]:
     return leaves
 
 
+def list_arguments(nest: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nest in the order in which graphs take them, whatever the order of the
+    keys of its mappings.
+    """
+    return list_tensors(sort_keys(nest))
+
+
 def flatten_tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors in the result of a model or a function."""
     return [leaf for leaf in list_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -185,8 +192,10 @@ def require_tensors(nest: Any, what: str, by_sample: bool = False) -> None:
             )
 
 
-def check_same_shapes(x: Any, example: Any, m: int) -> None:
-    """Raise BadInput if inputs of microbatch m differ in shape or dtype from the example's."""
+def check_same_shapes(x: Any, example: Any, m: int, what: str) -> None:
+    """Raise BadInput if a part of microbatch m differs in shape or dtype from the example's.
+    `what`: inputs or labels, in messages.
+    """
     # every microbatch asks: one tensor is compared without the walk by name
     if (
         isinstance(x, torch.Tensor)
@@ -203,9 +212,9 @@ def check_same_shapes(x: Any, example: Any, m: int) -> None:
         now, first = (describe_tensors(nest.get(name)) or "None" for nest in (actual, wanted))
         if now != first:
             raise BadInput(
-                f"{BATCH}: microbatch {m}: inputs{name and ': ' + name}: {now}, of the first "
+                f"{BATCH}: microbatch {m}: {what}{name and ': ' + name}: {now}, of the first "
                 f"microbatch {first}: this backend compiles one shape and dtype: pad to one length, "
-                f"give the same inputs, or use {EMULATOR}"
+                f"give the same {what}, or use {EMULATOR}"
             )
 
 

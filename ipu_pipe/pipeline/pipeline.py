@@ -1298,10 +1298,10 @@ class Pipeline:
             {key for key, value in group.items() if isinstance(value, (bool, int, float)) and value}
             for group in groups
         ]
-        if are_set == self._settings_that_fit:
-            return
-        faults = find_rule_faults(self._require_job(), optimizer)
-        faults += self._flow.engine.list_setting_faults(groups)
+        # a backend may compile the numbers, too
+        faults = self._flow.engine.list_setting_faults(groups)
+        if are_set != self._settings_that_fit:
+            faults = find_rule_faults(self._require_job(), optimizer) + faults
         raise_faults(list(dict.fromkeys(faults)))
         self._settings_that_fit = are_set
 
@@ -1612,6 +1612,10 @@ class Pipeline:
             self._is_broken |= has_changed or self._config.backend.facts.uses_processes
             if not self._is_broken:
                 self._absent.hide()
+                # the newest weights, which a failed call has brought to the host, are no changes of
+                # the caller's; the body of `whole_model` may have made some
+                if self._seam is not None and call != "whole_model":
+                    self._seam.note_other_call()
             elif self._flow is not None:
                 self._flow.leave(error)
             # SAM, for one, asserts that its step gets a closure

@@ -145,7 +145,9 @@ class Run:
         first one.
         """
         x, y = self.batches.load(m)
-        check_same_shapes(x, self.example[0], m)
+        check_same_shapes(x, self.example[0], m, "inputs")
+        # a loss may compute otherwise with labels of another kind, as cross-entropy does
+        check_same_shapes(y, self.example[1], m, "labels")
         return x, y
 
     def list_trained(self, stage: int) -> dict[str, nn.Parameter]:

@@ -22,7 +22,7 @@ import gc
 import itertools
 import sys
 import time
-from typing import Any, Callable, Iterator, TypeVar
+from typing import Any, Callable, Iterable, Iterator, Mapping, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from ipu_pipe.backends.ipu.optimizer import (
     count_state_bytes,
     export_state,
     import_state,
+    list_changed_settings,
     require_compiled_settings,
 )
 from ipu_pipe.backends.ipu.options import IpuOptions, make_options
@@ -151,18 +152,17 @@ class IpuEngine(HostModelEngine):
         """Return the sums of every loss's tally over all processes."""
         example = (*self.run.example, 0)
         tallies = [Tally(self.run.loss, metrics) for _ in range(self._loss_count)]
-        executors.begin_evaluation()
-        calls = split_into_calls(self._read_shard(batches), executors.rows)
-        # counted, because blocks of other processes know a call by its number
-        for number in itertools.count():
-            x, y, count = next(calls, example)
-            if not self._is_any_left(count):
-                break
-            # every process makes the call, also with no samples of its own
-            outputs = self._infer(executors, fill_up(x, executors.rows), number)
-            for tally, output in zip(tallies[self._losses_here], outputs) if count else ():
-                tally.add(trim_output(output, count), y[:count], count)
-        executors.end_evaluation()
+        with executors.hold_inference():
+            calls = split_into_calls(self._read_shard(batches), executors.rows)
+            # counted, because blocks of other processes know a call by its number
+            for number in itertools.count():
+                x, y, count = next(calls, example)
+                if not self._is_any_left(count):
+                    break
+                # every process makes the call, also with no samples of its own
+                outputs = self._infer(executors, fill_up(x, executors.rows), number)
+                for tally, output in zip(tallies[self._losses_here], outputs) if count else ():
+                    tally.add(trim_output(output, count), y[:count], count)
         sums = torch.stack([tally.sums for tally in tallies])
         if self._world > 1:
             # sums of samples, so that processes may have different numbers of them
@@ -389,6 +389,15 @@ class PoptorchEngine(IpuEngine):
     def take(self, k: int) -> StepResult:
         return self._results.pop(k)
 
+    def list_setting_faults(self, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+        # the settings of heads are in no group of the caller's
+        members = dict(enumerate(groups))
+        return [
+            fault
+            for group in self.run.optimizer.param_groups
+            for fault in list_changed_settings(group, members.get(group["member"], {}))
+        ]
+
     def reopen(self, update: int, table: VersionTable, is_loaded: bool = False) -> None:
         # without a loaded state the executors go on: PopTorch's pipeline is empty after each update
         if not is_loaded:
@@ -412,12 +421,11 @@ class PoptorchEngine(IpuEngine):
         """Return the model's output for inputs of any number of samples, computed by the inference
         model.
         """
-        executors.begin_evaluation()
         outputs = []
-        for part in x.split(executors.rows):
-            output = executors.infer(fill_up(part, executors.rows))[-1]
-            outputs.append(trim_output(output, len(part)))
-        executors.end_evaluation()
+        with executors.hold_inference():
+            for part in x.split(executors.rows):
+                output = executors.infer(fill_up(part, executors.rows))[-1]
+                outputs.append(trim_output(output, len(part)))
         return torch.cat(outputs)
 
     def _call(self, executors: Executors, k: int) -> list[StepResult]:

@@ -189,9 +189,22 @@ class Executors:
             )
         self.inference = inference
 
+    @contextlib.contextmanager
+    def hold_inference(self) -> Iterator[None]:
+        """Attach the inference model inside the context, with the training model's weights."""
+        self._begin_evaluation()
+        try:
+            yield
+        except BaseException:
+            # a loader or a metric may fail, after which training goes on; of a lost device the
+            # first error counts
+            with contextlib.suppress(Exception):
+                self._end_evaluation()
+            raise
+        self._end_evaluation()
+
     @describe_errors("making room for the evaluation")
-    def begin_evaluation(self) -> None:
-        """Attach the inference model, with the training model's weights."""
+    def _begin_evaluation(self) -> None:
         self.leave_training(self._detaches)
         if self.inference is None:
             # compiling attaches, and attaching copies the weights
@@ -212,7 +225,7 @@ class Executors:
         return list(self.inference(convert_input(x, self._options.precision)))
 
     @describe_errors("leaving the evaluation's IPUs")
-    def end_evaluation(self) -> None:
+    def _end_evaluation(self) -> None:
         """Release the IPUs for the training model if they do not hold both models."""
         if self._detaches:
             self.inference.detachFromDevice()

@@ -220,11 +220,12 @@ def split_into_calls(
 
 
 def fill_up(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return x with its last sample repeated up to `rows` samples."""
+    """Return x with its last sample repeated up to `rows` samples; zeros if it has none."""
     # the device takes one number of rows; what is filled up does not count
     if len(x) >= rows:
         return x[:rows]
-    last = x[-1:].expand(rows - len(x), *x.shape[1:])
+    last = x[-1:] if len(x) else x.new_zeros(1, *x.shape[1:])
+    last = last.expand(rows - len(x), *x.shape[1:])
     return torch.cat([x, last])
 
 

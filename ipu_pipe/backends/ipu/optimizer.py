@@ -4,13 +4,14 @@ load its state.
 
 from __future__ import annotations
 
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 
 from ipu_pipe.backends.interface import POPTORCH_PREFIX
 from ipu_pipe.backends.ipu.wrapping import Wrapped, get_unsplit_name
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, raise_faults
+from ipu_pipe.job.overrides import NOT_SETTINGS
 from ipu_pipe.model.stages import Partition
 from ipu_pipe.refusals import name_key
 from ipu_pipe.replay.run import Run
@@ -94,6 +95,21 @@ def set_rates(optimizer: Any, rules: UpdateRules, k: int) -> bool:
     return before != [group["lr"] for group in optimizer.param_groups]
 
 
+def list_changed_settings(
+    compiled: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a fault for each of the settings besides the learning rate that differs from that of a
+    group with which the graph is compiled.
+    """
+    for key, value in settings.items():
+        if key in compiled and key not in ("lr", *NOT_SETTINGS) and value != compiled[key]:
+            why = (
+                f"PopTorch compiled it as a constant, {compiled[key]}: only the learning rate "
+                f"may change"
+            )
+            yield f"optimizer.{key}: {value}: {why}"
+
+
 def require_compiled_settings(optimizer: torch.optim.Optimizer, rules: UpdateRules, k: int) -> None:
     """Raise `BadInput` if a setting of update k besides the learning rate differs from that with
     which the graph is compiled.
@@ -101,13 +117,7 @@ def require_compiled_settings(optimizer: torch.optim.Optimizer, rules: UpdateRul
     `optimizer`: the job's, with the settings of the time when it was built.
     """
     for group in optimizer.param_groups:
-        for key, value in rules.get_settings(k, group).items():
-            if key != "lr" and value != group[key]:
-                why = (
-                    f"PopTorch compiled it as a constant, {group[key]}: only the learning rate "
-                    f"may change"
-                )
-                raise BadInput(f"optimizer.{key}: {value}: {why}")
+        raise_faults(list(list_changed_settings(group, rules.get_settings(k, group)))[:1])
 
 
 def update_optimizer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import time
+import zlib
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from ipu_pipe.backends.processes.lost_ranks import (
     answer_within,
     detect_lost_rank,
 )
-from ipu_pipe.backends.processes.mail import OBSERVED, TEST, Mail, Message
+from ipu_pipe.backends.processes.mail import ASKED, OBSERVED, TEST, Mail, Message
 from ipu_pipe.backends.processes.stage import StageModel
 from ipu_pipe.backends.processes.update import DRAW_ALIKE
 from ipu_pipe.cut.crossing import Crossing, TensorSpec
@@ -30,7 +31,7 @@ from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import RunFault
 from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics, Tally, evaluate_sums
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
-from ipu_pipe.model.batch import count_samples
+from ipu_pipe.model.batch import count_samples, describe_tensors
 from ipu_pipe.model.loss import get_labels
 from ipu_pipe.model.precision import export_loss
 from ipu_pipe.model.restoring import restore_modes
@@ -40,6 +41,10 @@ from ipu_pipe.update import optimizer
 
 # key of the store: the number of batches that all stages together have evaluated
 EVALUATED = "ipu_pipe/evaluated"
+PASS_ALIKE = (
+    "the ranks have different batches or metrics: pass the same ones on all ranks: do not shard a "
+    "loader by rank, and seed its shuffle alike"
+)
 
 Value = TypeVar("Value")
 
@@ -389,6 +394,8 @@ class Evaluation:
         by_stage = [by_rank[device][stage] for stage, device in enumerate(layout.placement)]
         # stages without data and labels read the test set for shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
+            if not self._run.batches.reads_again:
+                raise RunFault(PASS_ALIKE)
             raise RunFault(
                 f"data: {self._run.batches.name}: evaluation: the ranks read different test sets: "
                 f"{DRAW_ALIKE}"
@@ -400,11 +407,12 @@ class Evaluation:
         layout = self._layout
         last = self._layout.stages - 1
         outputs: list[Any] = [None]
+        asked = _digest("predict", describe_tensors(x), compute_checksum(x))
         with self._enter_evaluation():
             if layout.is_leading:
                 crossings = self._prepare(x)
                 for model in self._models:
-                    output = self._run_stage(model, self._predicted, x, crossings)
+                    output = self._run_stage(model, self._predicted, x, crossings, asked)
                     if model.stage == last:
                         outputs = [
                             tree_map(
@@ -413,7 +421,9 @@ class Evaluation:
                         ]
                 self._predicted += 1
         self._mail.flush()
-        self._mail.meet()
+        # with those of replicas, which have run nothing
+        for other in self._mail.all_gather(asked):
+            _require_alike(asked, other)
         with detect_lost_rank(limit=self._mail.limit):
             world.broadcast_object_list(outputs, layout.placement[last], self._mail.group)
         return outputs[0]
@@ -447,12 +457,15 @@ class Evaluation:
         """
         tallies = {model.stage: Tally(self._run.loss, metrics) for model in self._models}
         checksum = 0
+        # without their functions, whose addresses differ between processes
+        counts = [(metric.name, metric.sum_count) for metric in metrics]
         for batch, (x, y) in enumerate(batches):
             # inputs, which the first stage uses, and labels, which stages with a loss use
             checksum = compute_checksum((x, get_labels(y)), checksum)
             crossings = self._prepare(x)
+            asked = _digest("evaluate", describe_tensors(x), counts)
             for model in self._models:
-                output = self._run_stage(model, batch, x, crossings)
+                output = self._run_stage(model, batch, x, crossings, asked)
                 if model.stage in self._with_loss:
                     tallies[model.stage].add(output, y, count_samples(x))
             if self._layout.replicas > 1 and self._layout.column is None:
@@ -465,14 +478,26 @@ class Evaluation:
             sums[stage] = torch.cat([tally.sums, torch.tensor([checksum], dtype=torch.float64)])
 
     def _run_stage(
-        self, model: StageModel, batch: int, x: Any, crossings: Sequence[Crossing]
+        self,
+        model: StageModel,
+        batch: int,
+        x: Any,
+        crossings: Sequence[Crossing],
+        asked: torch.Tensor,
     ) -> Any:
         """Send the output of a stage on a batch of the test set to the next stage, and return
-        it.
+        it. Raise `RunFault` if the previous stage's rank was `asked` for something else.
         """
         value = x
         s = model.stage
+        if not model.is_last:
+            self._mail.send(Message(ASKED, batch, s, s + 1), [asked])
         if not model.is_first:
+            # first, because gloo ends a process that gets more than it expects, and says nothing of
+            # less
+            message = Message(ASKED, batch, s - 1, s)
+            self._mail.expect([(message, (TensorSpec((1,), asked.dtype, False),))])
+            _require_alike(asked, *self._mail.receive(message))
             message = Message(TEST, batch, s - 1, s)
             crossing = crossings[s - 1]
             # its shape is known only with this batch
@@ -485,6 +510,17 @@ class Evaluation:
         if not model.is_last:
             self._mail.send(Message(TEST, batch, s, s + 1), crossings[s].to_messages(output))
         return output if model.head is None else model.head(get_activation(output))
+
+
+def _digest(*asked: Any) -> torch.Tensor:
+    """Return a checksum of what an evaluation was asked for  # (1,)"""
+    # of as many bytes as `Mail.meet` sends, which a rank in another call may have begun
+    return torch.tensor([zlib.crc32(repr(asked).encode()) >> 1], dtype=torch.int32)
+
+
+def _require_alike(asked: torch.Tensor, other: torch.Tensor) -> None:
+    if not torch.equal(asked, other):
+        raise RunFault(PASS_ALIKE)
 
 
 def wait_for_first_replica(layout: RankLayout, mail: Mail, done: str) -> None:

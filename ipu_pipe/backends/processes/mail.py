@@ -48,9 +48,11 @@ TIED = "T"
 WEIGHTS = "V"
 # the activations of an evaluation
 TEST = "E"
+# a checksum of what an evaluation was asked for, before its activations
+ASKED = "A"
 # the gradients of an update, for rank 0's callbacks
 OBSERVED = "O"
-KINDS = (FORWARD, RECOMPUTE, BACKWARD, NORM, SHARED, RESULT, TIED, WEIGHTS, TEST, OBSERVED)
+KINDS = (FORWARD, RECOMPUTE, BACKWARD, NORM, SHARED, RESULT, TIED, WEIGHTS, TEST, ASKED, OBSERVED)
 CARRIES = {
     FORWARD: "activations",
     RECOMPUTE: "recomputed activations",
@@ -62,7 +64,7 @@ CARRIES = {
     WEIGHTS: "weights",
 }
 # sent from the host's memory on every device
-ON_HOST = (NORM, RESULT, TEST, OBSERVED)
+ON_HOST = (NORM, RESULT, TEST, ASKED, OBSERVED)
 # the sender stores these tensors anyway, for its own backward
 KEPT_BY_SENDER = (FORWARD, RECOMPUTE)
 # messages whose shapes depend on the microbatch's inputs
@@ -221,7 +223,9 @@ class Mail:
         max_posted = 1 if kind == WEIGHTS else MAX_POSTED
         # announced only when they will come: of given updates, and of evaluations
         post_before = (
-            UNLIMITED if kind in (RESULT, TEST, OBSERVED) else self._post_before[kind in BY_UPDATE]
+            UNLIMITED
+            if kind in (RESULT, TEST, ASKED, OBSERVED)
+            else self._post_before[kind in BY_UPDATE]
         )
         while (
             queue
@@ -450,7 +454,7 @@ class Mail:
         try:
             self._wait(work, [peer], kind in self._by_channel)
         except LostRank as error:
-            counted = "microbatch" if kind in (*BY_MICROBATCH, TEST) else "update"
+            counted = "microbatch" if kind in (*BY_MICROBATCH, TEST, ASKED) else "update"
             what = f"{CARRIES.get(kind, 'values')} of {counted} {number}"
             error.wait = (
                 f"stage {source} sends {what} to stage {target}"

@@ -35,7 +35,7 @@ from ipu_pipe.backends.processes.trace import TraceRecorder
 from ipu_pipe.backends.xla.lower import lower
 from ipu_pipe.backends.xla.update import StageOptimizer
 from ipu_pipe.cut.graphs import StageGraphs, count_bytes, draw_masks
-from ipu_pipe.model.batch import count_samples, list_tensors
+from ipu_pipe.model.batch import count_samples, list_arguments
 from ipu_pipe.replay.replays import Replay, ReplayPlan
 from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import MicrobatchResult, Work, average, tabulate
@@ -528,8 +528,8 @@ class Player:
         inputs = self._inputs.pop((s, m), None)
         if inputs is None:
             # the first stage: nobody has sent it inputs
-            inputs = stage.put([t.detach().numpy() for t in list_tensors(x)])
-        labels = stage.put([t.numpy() for t in list_tensors(y)]) if is_last else []
+            inputs = stage.put([t.detach().numpy() for t in list_arguments(x)])
+        labels = stage.put([t.numpy() for t in list_arguments(y)]) if is_last else []
         # drawn on the host as the emulator draws them
         masks = draw_masks(self._run.model, graphs.masks, self._run.seed, m)
         replay = stage.read_replay(m)

@@ -30,7 +30,7 @@ from ipu_pipe.backends.xla.player import Arrays, CompileNotes, Player, StagePlay
 from ipu_pipe.backends.xla.update import Numbers, step_stage
 from ipu_pipe.cut.graphs import StageGraphs, draw_masks
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import count_samples, list_tensors
+from ipu_pipe.model.batch import count_samples, list_arguments
 from ipu_pipe.refusals import name_key
 from ipu_pipe.replay.run import Run
 from ipu_pipe.replay.work import Work
@@ -429,9 +429,9 @@ class SlotPlayer(Player):
         self._eras = _Eras(work.rules)
         x, y = self._run.example
         # any values until a batch comes: stages without work compute with them
-        self._x: Arrays = [t.numpy() for t in list_tensors(x)]
-        self._y: Arrays = [t.numpy() for t in list_tensors(y)]
-        entering = list_tensors(x)
+        self._x: Arrays = [t.numpy() for t in list_arguments(x)]
+        self._y: Arrays = [t.numpy() for t in list_arguments(y)]
+        entering = list_arguments(x)
         states = []
         for group in self._groups:
             states.append(group.make_state(entering))
@@ -498,9 +498,9 @@ class SlotPlayer(Player):
             m = int(forward[0])
             x, y = self._run.load(m)
             # copies, because the program may read them after the data source has gone on
-            self._batches[m] = [np.array(t) for t in list_tensors(y)]
+            self._batches[m] = [np.array(t) for t in list_arguments(y)]
             self._samples[m] = count_samples(x)
-            self._x = [np.array(t.detach()) for t in list_tensors(x)]
+            self._x = [np.array(t.detach()) for t in list_arguments(x)]
         if runs[-1]:
             # the last stage's microbatch entered P - 1 slots ago
             self._y = self._batches.pop(int(forward[-1]))

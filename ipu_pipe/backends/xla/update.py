@@ -266,7 +266,11 @@ class StageOptimizer:
     def count_step(self) -> None:
         """Note that all weights have made a step."""
         self.counts = [count + 1 for count in self.counts]
-        self._is_first = [False] * len(self.stepped)
+        # without a momentum a step makes no velocity
+        self._is_first = [
+            is_first and not group.get("momentum")
+            for is_first, (group, _) in zip(self._is_first, self._groups)
+        ]
 
     @property
     def options(self) -> tuple[Options, ...]:
