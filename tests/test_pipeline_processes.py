@@ -354,6 +354,8 @@ def pass_other_arguments_by_rank(rank: int, folder: Path) -> None:
         lambda pipe: pipe.predict(x[: 3 + rank]),
         lambda pipe: pipe.evaluate([(x[: 3 - rank], y[: 3 - rank])]),
         lambda pipe: pipe.evaluate([(x + rank, y)]),
+        lambda pipe: pipe.evaluate([(x, y)] * (1 + rank)),
+        lambda pipe: pipe.evaluate([(x, y)] * (2 - rank)),
         lambda pipe: pipe.evaluate([(x, y)], ["accuracy"] * rank),
     ):
         loop = begin("pipedream", deadline=20)

@@ -391,6 +391,9 @@ class Evaluation:
             with detect_lost_rank(limit=self._mail.limit):
                 limit = self._mail.limit.total_seconds()
                 answer_within(limit, lambda: world.get_own_store().delete_key(done))
+        if others_wait:
+            # another pipeline of these processes has the same key for its own evaluation
+            self._mail.meet()
         by_stage = [by_rank[device][stage] for stage, device in enumerate(layout.placement)]
         # stages without data and labels read the test set for shapes alone
         if len({float(by_stage[stage][-1]) for stage in (0, *self._with_loss)}) > 1:
@@ -457,6 +460,7 @@ class Evaluation:
         """
         tallies = {model.stage: Tally(self._run.loss, metrics) for model in self._models}
         checksum = 0
+        batch = -1
         # without their functions, whose addresses differ between processes
         counts = [(metric.name, metric.sum_count) for metric in metrics]
         for batch, (x, y) in enumerate(batches):
@@ -474,6 +478,8 @@ class Evaluation:
                 # the other replicas wait on as long as this number rises
                 with detect_lost_rank([KEEPER], limit):
                     answer_within(limit.total_seconds(), lambda: store.add(EVALUATED, 1))
+        for model in self._models:
+            self._compare(model, batch + 1, _digest("evaluated"))
         for stage, tally in tallies.items():
             sums[stage] = torch.cat([tally.sums, torch.tensor([checksum], dtype=torch.float64)])
 
@@ -490,14 +496,8 @@ class Evaluation:
         """
         value = x
         s = model.stage
-        if not model.is_last:
-            self._mail.send(Message(ASKED, batch, s, s + 1), [asked])
+        self._compare(model, batch, asked)
         if not model.is_first:
-            # first, because gloo ends a process that gets more than it expects, and says nothing of
-            # less
-            message = Message(ASKED, batch, s - 1, s)
-            self._mail.expect([(message, (TensorSpec((1,), asked.dtype, False),))])
-            _require_alike(asked, *self._mail.receive(message))
             message = Message(TEST, batch, s - 1, s)
             crossing = crossings[s - 1]
             # its shape is known only with this batch
@@ -510,6 +510,21 @@ class Evaluation:
         if not model.is_last:
             self._mail.send(Message(TEST, batch, s, s + 1), crossings[s].to_messages(output))
         return output if model.head is None else model.head(get_activation(output))
+
+    def _compare(self, model: StageModel, batch: int, asked: torch.Tensor) -> None:
+        """Tell the next stage what this one was asked for. Raise `RunFault` if the previous one was
+        asked for something else.
+
+        It comes before a batch, because gloo ends a process that gets more than it expects, and
+        says nothing of less; and after the last one.
+        """
+        s = model.stage
+        if not model.is_last:
+            self._mail.send(Message(ASKED, batch, s, s + 1), [asked])
+        if not model.is_first:
+            message = Message(ASKED, batch, s - 1, s)
+            self._mail.expect([(message, (TensorSpec((1,), asked.dtype, False),))])
+            _require_alike(asked, *self._mail.receive(message))
 
 
 def _digest(*asked: Any) -> torch.Tensor:
