@@ -443,6 +443,12 @@ def test_weights_of_the_model_itself_have_duplicates() -> None:
     assert model.place.grad is None
     get_blocks(blocked_model).average_duplicates()  # type: ignore[union-attr]
     assert model.place.grad.abs().sum() > 0
+    # as vector_to_parameters does: the weights are in other memory
+    for p in model.parameters():
+        p.data = 2 * p.data
+    with torch.no_grad():
+        without_duplicates = blocked_model(x)
+    assert all(map(torch.equal, blocked_model(x), without_duplicates))
 
 
 def test_a_head_may_begin_in_place() -> None:
