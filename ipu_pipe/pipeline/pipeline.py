@@ -350,6 +350,8 @@ class Pipeline:
             self._column = self._join(process_group, data_group, asked)
             require_current_gpu(model, device)
         self._example = example
+        # the microbatch by which stages that are built anew are cut
+        self._cut_by: Microbatch | None = None
         self._loss_weight = loss_weight
         self._prepare_stage = prepare_stage
         self._handle = OptimizerHandle(optimizer, model, heads, by_stage)
@@ -1047,6 +1049,7 @@ class Pipeline:
         """Build the job and its flow from the first microbatch, once."""
         if self._job is not None and self._flow is not None:
             return self._job, self._flow
+        first = first if self._cut_by is None else self._cut_by
         example = first if self._example is None else Microbatch(*self._example)
         x = example.x if first.x is None else first.x
         y = example.y if first.y is None else first.y
@@ -1310,7 +1313,7 @@ class Pipeline:
         the change, if the backend cannot.
         """
         backend = self._config.backend.name
-        must_rebuild = must_copy = False
+        must_rebuild = must_copy = cuts_anew = False
         for change in [] if self._seam is None else self._seam.list_changes():
             if change.where in self._require_flow().engine.stale_values:
                 # it was written over an old value
@@ -1329,12 +1332,13 @@ class Pipeline:
                         f"before the first step"
                     )
                 must_rebuild = True
+                cuts_anew |= change.kind == "module"
         # after the loop, because a later change may be refused
         if self._job is not None:
             self._take_written_weights()
             self._job.precision.forget_written()
         if must_rebuild:
-            self._rebuild()
+            self._rebuild(cuts_anew)
         elif must_copy:
             flow = self._require_flow()
             flow.engine.reopen(flow.given, flow.table, is_loaded=True)
@@ -1396,9 +1400,9 @@ class Pipeline:
         }
         return change.where.rpartition(".")[0] not in cut_modules
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, cuts_anew: bool) -> None:
         """Build again from the caller's present objects, with the state of now, while no update is
-        in flight.
+        in flight; `cuts_anew`: otherwise the stages stay as they are cut.
         """
         self._drain("step")
         job = self._require_job()
@@ -1419,6 +1423,12 @@ class Pipeline:
         self._handle.release()
         self._job = self._flow = self._seam = None
         self._loaded = saved
+        self._cut_by = None
+        # what is compiled for one shape may be built for another one now
+        if not (cuts_anew or self._config.backend.facts.compiles_updates):
+            # a microbatch of another length has other FLOPs, and another measurement other times
+            self._config = self._config.model_copy(update={"stages": job.config.stages})
+            self._cut_by = self._data.example
 
     def _copy_state(self, state: CheckpointState) -> SavedState:
         """Return a copy of an engine's state at the position of now."""
