@@ -463,6 +463,13 @@ def test_a_head_may_begin_in_place() -> None:
     )
 
 
+def test_the_one_input_may_be_in_a_tuple() -> None:
+    """Story: as a loader gives it. It was refused, because all of the model ran in the last block."""
+    model, x = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 4)), torch.randn(3, 12)
+    blocked_model, _ = make_blocks(model, (x,), Structure(), ["1"])
+    assert torch.equal(blocked_model.train()(x)[-1], model(x))
+
+
 def test_observing_a_model_frees_its_activations() -> None:
     """Story: each observation kept a graph, and so the weights that processes free."""
 
