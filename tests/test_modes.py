@@ -290,6 +290,11 @@ def test_a_mode_that_changes_leaves_the_cut_where_longer_samples_would_move_it()
             pipe.drain()
             cuts.append(list(pipe.partition.begins))
             model.body[1].eval()
+        model.body[1].train()
+        # what was built again evaluates also if the batch is refused
+        with pytest.raises(ValueError, match="0 samples"):
+            pipe.step(torch.zeros(0, 1, 8), torch.zeros(0))
+        assert pipe.predict(torch.zeros(1, 1, 8)).shape == (1, 4)
     assert cuts[0] == cuts[1]
 
 

@@ -430,6 +430,10 @@ class Pipeline:
         self._require_settings_that_fit()
         # before the batch, because it may build the pipeline anew
         self._settle()
+        if self._job is None and self._cut_by is not None:
+            # at once, since a batch that is refused must leave a pipeline that evaluates
+            with self._break_on_error("step"):
+                self._build(self._cut_by)
         # before anything runs: a batch that does not divide breaks nothing
         batch = self._divide(x, y, microbatches)
         self._handle.count_as_stepped()
