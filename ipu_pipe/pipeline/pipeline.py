@@ -194,7 +194,7 @@ class Pipeline:
                 or "delayed_global". A norm alone has the scope "global" with methods that flush,
                 else "stage".
     ema:        the decay of a moving average of the weights, such as 0.999, with each update;
-                `evaluate` measures the averages, and `averages()` returns them.
+                `evaluate` and `predict` use the averages, and `averages()` returns them.
     precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own
                 dtype.
     seed:       of dropout and of the methods that draw.
@@ -619,7 +619,7 @@ class Pipeline:
     @take_turn
     def predict(self, x: Any) -> Any:
         """Drain, and return the model's output for inputs `x` in evaluation mode, on every rank,
-        without gradients.
+        without gradients; with `ema` that of the averaged weights.
         """
         job, engine = self._pause("predict")
         with self._break_on_error("predict", only_reads=True):
