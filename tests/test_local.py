@@ -443,6 +443,12 @@ def test_weights_of_the_model_itself_have_duplicates() -> None:
     assert model.place.grad is None
     get_blocks(blocked_model).average_duplicates()  # type: ignore[union-attr]
     assert model.place.grad.abs().sum() > 0
+    # as vector_to_parameters does: the weights are in other memory
+    for p in model.parameters():
+        p.data = 2 * p.data
+    with torch.no_grad():
+        without_duplicates = blocked_model(x)
+    assert all(map(torch.equal, blocked_model(x), without_duplicates))
 
 
 def test_a_head_may_begin_in_place() -> None:
@@ -455,6 +461,13 @@ def test_a_head_may_begin_in_place() -> None:
     assert torch.equal(blocked_model.train()(x)[-1], model(x)) and torch.equal(
         blocked_model.eval()(x), model(x)
     )
+
+
+def test_the_one_input_may_be_in_a_tuple() -> None:
+    """Story: as a loader gives it. It was refused, because all of the model ran in the last block."""
+    model, x = nn.Sequential(nn.Linear(12, 9), nn.Linear(9, 4)), torch.randn(3, 12)
+    blocked_model, _ = make_blocks(model, (x,), Structure(), ["1"])
+    assert torch.equal(blocked_model.train()(x)[-1], model(x))
 
 
 def test_observing_a_model_frees_its_activations() -> None:

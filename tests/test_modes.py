@@ -269,6 +269,35 @@ def test_a_callback_that_changes_a_mode_is_refused_by_name(tmp_path: Path) -> No
             ipu_pipe.train(out=tmp_path / when, quiet=True, **arguments)
 
 
+class Mixing(nn.Linear):
+    """Mix the tokens: the FLOPs grow with the square of their number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x) @ x.transpose(1, 2) @ x  # (samples, tokens, width)
+
+
+def test_a_mode_that_changes_leaves_the_cut_where_longer_samples_would_move_it() -> None:
+    """Story: the stages were cut anew by the FLOPs of the next microbatch."""
+    torch.manual_seed(0)
+    layers = [Mixing(8, 8), nn.Dropout(), *(nn.Linear(8, 8) for _ in range(4))]
+    average = lambda m, x: m.last(m.body(x).mean(1))  # noqa: E731
+    model: Any = Composed(average, body=nn.Sequential(*layers), last=nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, "local_greedy", stages=2) as pipe:
+        cuts = []
+        for tokens in (1, 100):
+            pipe.step(torch.zeros(2, tokens, 8), torch.tensor([0, 1]))
+            pipe.drain()
+            cuts.append(list(pipe.partition.begins))
+            model.body[1].eval()
+        model.body[1].train()
+        # what was built again evaluates also if the batch is refused
+        with pytest.raises(ValueError, match="0 samples"):
+            pipe.step(torch.zeros(0, 1, 8), torch.zeros(0))
+        assert pipe.predict(torch.zeros(1, 1, 8)).shape == (1, 4)
+    assert cuts[0] == cuts[1]
+
+
 # ---- other backends
 
 

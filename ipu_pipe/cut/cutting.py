@@ -580,6 +580,9 @@ def make_key(x: Any, training: bool) -> Any:
     """Return the key of a forward's recording: mode, whether gradients are on, shapes and dtypes of
     the input.
     """
+    if isinstance(x, (tuple, list)) and len(x) == 1:
+        # a model is called alike with both, and a blocked one does not know which it was
+        x = x[0]
     leaves = [("", x)] if isinstance(x, torch.Tensor) else walk_leaves(sort_keys(x))
     # an argument that is None is another forward than one that is a tensor
     kinds = tuple((name, t is not None and (tuple(t.shape), t.dtype)) for name, t in leaves)

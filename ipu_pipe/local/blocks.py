@@ -205,9 +205,13 @@ class Blocks:
         drew.
         """
         piece = self.pieces[index]
+        duplicate = self._duplicates[index]
+        for name, parameter in piece.named_parameters():
+            # a caller may have given the weight other memory, as vector_to_parameters does
+            duplicate[name].data = parameter.data
         # only the layer's own block updates its running statistics
         with restore_buffers(piece), draw_from(random_state):
-            return torch.func.functional_call(piece, self._duplicates[index], (value,))
+            return torch.func.functional_call(piece, duplicate, (value,))
 
     def average_duplicates(self) -> None:
         """Replace the gradient of each layer by its mean over the blocks that train it; called

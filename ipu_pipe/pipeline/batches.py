@@ -150,7 +150,7 @@ class GivenBatches:
 
     def __init__(self, example: Microbatch, passes_whole: bool) -> None:
         # the caller may use the memory of a batch again
-        self._example = Microbatch(clone_tensors(example.x), clone_tensors(example.y))
+        self.example = Microbatch(clone_tensors(example.x), clone_tensors(example.y))
         self._passes_whole = passes_whole
         self._given: dict[int, Microbatch] = {}
 
@@ -167,9 +167,9 @@ class GivenBatches:
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
         """Return a microbatch that was given, once; the example if it was not, to build the run."""
-        microbatch = self._given.pop(index, self._example)
-        x = self._example.x if microbatch.x is None else microbatch.x
-        y = self._example.y if microbatch.y is None else microbatch.y
+        microbatch = self._given.pop(index, self.example)
+        x = self.example.x if microbatch.x is None else microbatch.x
+        y = self.example.y if microbatch.y is None else microbatch.y
         return x if self._passes_whole else (x, y)
 
     def test_batches(self, batch_size: int) -> Iterator[Any]:
@@ -181,7 +181,7 @@ class GivenBatches:
         process has none of its own.
         """
         labels, stand_in = (
-            (batch, self._example.x) if self._passes_whole else (batch[1], self._example.y)
+            (batch, self.example.x) if self._passes_whole else (batch[1], self.example.y)
         )
         return 0 if labels is stand_in else compute_checksum(labels)
 

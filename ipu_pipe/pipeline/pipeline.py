@@ -194,7 +194,7 @@ class Pipeline:
                 or "delayed_global". A norm alone has the scope "global" with methods that flush,
                 else "stage".
     ema:        the decay of a moving average of the weights, such as 0.999, with each update;
-                `evaluate` measures the averages, and `averages()` returns them.
+                `evaluate` and `predict` use the averages, and `averages()` returns them.
     precision:  "float32", "float64", "bfloat16" or "bfloat16_mixed"; by default the model's own
                 dtype.
     seed:       of dropout and of the methods that draw.
@@ -350,6 +350,8 @@ class Pipeline:
             self._column = self._join(process_group, data_group, asked)
             require_current_gpu(model, device)
         self._example = example
+        # the microbatch by which stages that are built anew are cut
+        self._cut_by: Microbatch | None = None
         self._loss_weight = loss_weight
         self._prepare_stage = prepare_stage
         self._handle = OptimizerHandle(optimizer, model, heads, by_stage)
@@ -428,6 +430,10 @@ class Pipeline:
         self._require_settings_that_fit()
         # before the batch, because it may build the pipeline anew
         self._settle()
+        if self._job is None and self._cut_by is not None:
+            # at once, since a batch that is refused must leave a pipeline that evaluates
+            with self._break_on_error("step"):
+                self._build(self._cut_by)
         # before anything runs: a batch that does not divide breaks nothing
         batch = self._divide(x, y, microbatches)
         self._handle.count_as_stepped()
@@ -613,7 +619,7 @@ class Pipeline:
     @take_turn
     def predict(self, x: Any) -> Any:
         """Drain, and return the model's output for inputs `x` in evaluation mode, on every rank,
-        without gradients.
+        without gradients; with `ema` that of the averaged weights.
         """
         job, engine = self._pause("predict")
         with self._break_on_error("predict", only_reads=True):
@@ -1047,6 +1053,7 @@ class Pipeline:
         """Build the job and its flow from the first microbatch, once."""
         if self._job is not None and self._flow is not None:
             return self._job, self._flow
+        first = first if self._cut_by is None else self._cut_by
         example = first if self._example is None else Microbatch(*self._example)
         x = example.x if first.x is None else first.x
         y = example.y if first.y is None else first.y
@@ -1310,7 +1317,7 @@ class Pipeline:
         the change, if the backend cannot.
         """
         backend = self._config.backend.name
-        must_rebuild = must_copy = False
+        must_rebuild = must_copy = cuts_anew = False
         for change in [] if self._seam is None else self._seam.list_changes():
             if change.where in self._require_flow().engine.stale_values:
                 # it was written over an old value
@@ -1329,12 +1336,13 @@ class Pipeline:
                         f"before the first step"
                     )
                 must_rebuild = True
+                cuts_anew |= change.kind == "module"
         # after the loop, because a later change may be refused
         if self._job is not None:
             self._take_written_weights()
             self._job.precision.forget_written()
         if must_rebuild:
-            self._rebuild()
+            self._rebuild(cuts_anew)
         elif must_copy:
             flow = self._require_flow()
             flow.engine.reopen(flow.given, flow.table, is_loaded=True)
@@ -1396,9 +1404,9 @@ class Pipeline:
         }
         return change.where.rpartition(".")[0] not in cut_modules
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, cuts_anew: bool) -> None:
         """Build again from the caller's present objects, with the state of now, while no update is
-        in flight.
+        in flight; `cuts_anew`: otherwise the stages stay as they are cut.
         """
         self._drain("step")
         job = self._require_job()
@@ -1419,6 +1427,12 @@ class Pipeline:
         self._handle.release()
         self._job = self._flow = self._seam = None
         self._loaded = saved
+        self._cut_by = None
+        # what is compiled for one shape may be built for another one now
+        if not (cuts_anew or self._config.backend.facts.compiles_updates):
+            # a microbatch of another length has other FLOPs, and another measurement other times
+            self._config = self._config.model_copy(update={"stages": job.config.stages})
+            self._cut_by = self._data.example
 
     def _copy_state(self, state: CheckpointState) -> SavedState:
         """Return a copy of an engine's state at the position of now."""
