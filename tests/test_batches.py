@@ -318,8 +318,8 @@ def test_heads_of_blocks_refuse_a_selected_output_and_the_models_loss() -> None:
 
 def test_backends_that_compile_take_one_shape() -> None:
     a, b, _ = PARTS[0]
-    check_same_shapes({"a": a, "b": None}, {"a": b.new_zeros(4, 3), "b": None}, 5)
-    (line,) = list_faults(check_same_shapes, {"a": a[:, :2]}, {"a": a}, 5)
+    check_same_shapes({"a": a, "b": None}, {"a": b.new_zeros(4, 3), "b": None}, 5, "inputs")
+    (line,) = list_faults(check_same_shapes, {"a": a[:, :2]}, {"a": a}, 5, "inputs")
     assert line.startswith(
         "data: microbatch 5: inputs: a: (4, 2), torch.float32, of the first microbatch (4, 3)"
     )

@@ -434,11 +434,11 @@ def test_inputs_of_another_kind_are_recorded_separately() -> None:
         for piece in cut:
             value = piece(value)
         assert torch.equal(value, model(**inputs)), list(inputs)
-    check_same_shapes({"z": z, "x": x}, {"x": x, "z": z}, 3)
+    check_same_shapes({"z": z, "x": x}, {"x": x, "z": z}, 3, "inputs")
     with pytest.raises(BadInput, match=r"microbatch 3: inputs: mask: \(3, 4\), torch.int64, of"):
-        check_same_shapes({"x": x, "mask": mask.long()}, {"x": x, "mask": mask}, 3)
+        check_same_shapes({"x": x, "mask": mask.long()}, {"x": x, "mask": mask}, 3, "inputs")
     with pytest.raises(BadInput, match=r"inputs: \(2, 4\), .*of the first microbatch \(3, 4\)"):
-        check_same_shapes(x[:2], x, 3)
+        check_same_shapes(x[:2], x, 3, "inputs")
 
 
 # ---- refusals

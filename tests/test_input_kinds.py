@@ -250,4 +250,4 @@ def test_inputs_with_other_draws_or_small_messages_are_refused() -> None:
 def test_backends_that_compile_name_the_part_that_differs() -> None:
     x = torch.zeros(2, 3)
     with pytest.raises(BadInput, match=r"inputs: mask: None, of the first microbatch \(2, 3\)"):
-        check_same_shapes({"x": x, "mask": None}, {"x": x, "mask": x}, 1)
+        check_same_shapes({"x": x, "mask": None}, {"x": x, "mask": x}, 1, "inputs")
