@@ -91,6 +91,24 @@ def test_a_run_that_is_killed_after_its_early_end_ends_there(
     assert "it ended early" in printed and "--resume-from" not in printed
 
 
+@pytest.mark.parametrize("longer", [True, False])
+def test_a_run_that_goes_on_after_its_early_end_does_so_if_it_is_killed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longer: bool
+) -> None:
+    """Story: killed before the first checkpoint after its early end, it ended there when resumed."""
+    sets = [*OFTEN, "optimizer.lr=0", "early_stopping.patience=2"]
+    steps = train_short_digits(tmp_path, *sets)["steps"]
+    sets += ["steps=60"] if longer else []
+    start: Any = {"resume": True} if longer else {"resume_from": steps}
+    # also if it is killed again
+    for options in (start, {"resume": True}):
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainingLoop, "_step", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                train_short_digits(tmp_path, *sets, **options)
+    assert train_short_digits(tmp_path, *sets, resume=True)["steps"] > steps
+
+
 # arguments, values, then the best one, its step, the evaluations that were not better, and why it stops
 EVALUATIONS = {
     "more is better": ({"patience": 2}, (0.5, 0.6, 0.6, 0.55), (0.6, 2, 2), "not better than"),

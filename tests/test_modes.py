@@ -298,6 +298,45 @@ def test_a_mode_that_changes_leaves_the_cut_where_longer_samples_would_move_it()
     assert cuts[0] == cuts[1]
 
 
+def make_waist() -> nn.Sequential:
+    """Make a model whose widths alternate, so that heads at other places have other shapes."""
+    widths = (8, 8, 16, 8, 16, 8, 16, 8)
+    layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(8, 3))
+
+
+def test_heads_stay_where_they_fit_when_weights_are_frozen() -> None:
+    """Story: frozen weights have fewer FLOPs, so the stages moved, and their heads did not fit."""
+    model = make_waist()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, "local_greedy", stages=3) as pipe:
+        batch = torch.ones(2, 8), torch.tensor([0, 1])
+        pipe.step(*batch)
+        pipe.drain()
+        begins = list(pipe.partition.begins)
+        model[:6].requires_grad_(False)
+        pipe.step(*batch)
+        assert list(pipe.partition.begins) == begins
+
+
+def test_a_count_cuts_anew_after_a_module_was_replaced_also_if_it_was_built_again_before() -> None:
+    """Story: stages cut by time kept the names of modules that were gone."""
+    model = make_waist()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stages = {"count": 3, "by": "time"}
+    with ipu_pipe.Pipeline(
+        model, F.cross_entropy, optimizer, microbatches=1, stages=stages
+    ) as pipe:
+        batch = torch.ones(2, 8), torch.tensor([0, 1])
+        pipe.step(*batch)
+        model[0].requires_grad_(False)
+        pipe.step(*batch)
+        model[1] = nn.Tanh()
+        del model[6:14]
+        pipe.step(*batch)
+        assert all(int(name) < len(model) for name in pipe.partition.begins)
+
+
 # ---- other backends
 
 

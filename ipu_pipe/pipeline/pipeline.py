@@ -343,6 +343,8 @@ class Pipeline:
         asked = {"warmup": warmup, "heads": heads, "by_stage": by_stage}
         with say_in(Language.PYTHON):
             self._config, self._method = _configure(keys, microbatches, self._stage_count, asked)
+            # as given; those of the config stay where they were cut, until a module is replaced
+            self._stages = self._config.stages
             kind = get_kind(self._config.backend.device)
             # a missing GPU is named at the first step
             if not kind.is_cuda:
@@ -1116,6 +1118,8 @@ class Pipeline:
             undo.pop_all()
         self._job = job
         self._flow = flow
+        # `_data` has a copy
+        self._cut_by = None
         if self._handle.may_write_settings:
             job.rules.after_step = self._handle.write_back
         for line in describe_modes(self.model, job.came_evaluating):
@@ -1406,7 +1410,8 @@ class Pipeline:
 
     def _rebuild(self, cuts_anew: bool) -> None:
         """Build again from the caller's present objects, with the state of now, while no update is
-        in flight; `cuts_anew`: otherwise the stages stay as they are cut.
+        in flight; `cuts_anew`: otherwise the stages stay as they are cut, where a count is balanced
+        anew if other weights are frozen and no head has been fitted to a cut.
         """
         self._drain("step")
         job = self._require_job()
@@ -1427,12 +1432,16 @@ class Pipeline:
         self._handle.release()
         self._job = self._flow = self._seam = None
         self._loaded = saved
-        self._cut_by = None
+        stages = self._stages
         # what is compiled for one shape may be built for another one now
         if not (cuts_anew or self._config.backend.facts.compiles_updates):
             # a microbatch of another length has other FLOPs, and another measurement other times
-            self._config = self._config.model_copy(update={"stages": job.config.stages})
             self._cut_by = self._data.example
+            stages = job.config.stages
+            if job.method.structure is not None and not job.partition.spread:
+                # heads stay where they fit, though frozen weights have fewer FLOPs
+                stages = job.partition.begin_names()
+        self._config = self._config.model_copy(update={"stages": stages})
 
     def _copy_state(self, state: CheckpointState) -> SavedState:
         """Return a copy of an engine's state at the position of now."""

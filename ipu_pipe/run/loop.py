@@ -240,6 +240,8 @@ class TrainingLoop:
         start = {**describe_start(job.data_fingerprints), "first_update": done}
         if job.advice:
             start["advice"] = job.advice
+        if self.goes_on:
+            start["goes_on"] = True
         write_json(
             self.out / "record.json", [*(read_starts(self.out) if self.resume else []), start]
         )

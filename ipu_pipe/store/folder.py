@@ -261,6 +261,19 @@ def read_starts(path: Path) -> list[Any]:
     return starts if isinstance(starts, list) else []
 
 
+def was_to_go_on(path: Path, update: int) -> bool:
+    """Return whether the newest start of the run in `path` was to go on from `update` after an early
+    end there: it was killed before its first checkpoint.
+    """
+    starts = read_starts(path)
+    newest = starts[-1] if starts else None
+    return (
+        isinstance(newest, dict)
+        and newest.get("first_update") == update
+        and bool(newest.get("goes_on"))
+    )
+
+
 def is_restarted(path: Path) -> bool:
     """Return whether the launcher has restarted this process, and also made the newest start of the
     run in `path`.
