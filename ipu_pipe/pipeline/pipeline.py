@@ -1379,9 +1379,10 @@ class Pipeline:
         has changed since, or average it with replicas that do not have it; passes run in the modes
         of their steps.
         """
-        if self._seam is None or not self.in_flight:
-            return
         rounds = self._method.rounds
+        uses_processes = self._config.backend.facts.uses_processes
+        if self._seam is None or not self.in_flight or (rounds is None and not uses_processes):
+            return
         for change in self._seam.list_changes():
             # a state that is loaded replaces what all replicas have
             if (
@@ -1390,7 +1391,7 @@ class Pipeline:
                 and _concerns_replicas(change, rounds)
             ):
                 self._require_equal_replicas(call, f"{change.where}: was changed")
-            if change.kind != "mode" and self._config.backend.facts.uses_processes:
+            if change.kind != "mode" and uses_processes:
                 line = explain_refusal(call, self._config.backend.name, change, self.in_flight)
                 raise RuntimeError(line)
 
