@@ -347,8 +347,7 @@ def hang_on_one_rank(rank: int, folder: Path) -> None:
 
 
 def pass_other_arguments_by_rank(rank: int, folder: Path) -> None:
-    """Stories: rows of a prediction had no values; gloo ended the process of shorter batches, and of
-    other metrics."""
+    # stories: rows of a prediction had no values; gloo ended the process of shorter batches, and of other metrics
     x, y = make_loop_batch(ON_PROCESSES["pipedream"], 3)
     for call in (
         lambda pipe: pipe.predict(x[: 3 + rank]),

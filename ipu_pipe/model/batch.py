@@ -103,8 +103,8 @@ def list_leaves(value: Any) -> Sequence[Any]:
 
 
 def list_arguments(nest: Any) -> list[torch.Tensor]:
-    """Return the tensors of a nest in the order in which graphs take them, whatever the order of the
-    keys of its mappings.
+    """Return the tensors of a nest in the order in which graphs take them, whatever the order of
+    the keys of its mappings.
     """
     return list_tensors(sort_keys(nest))
 

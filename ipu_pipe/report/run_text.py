@@ -340,8 +340,8 @@ def _advise_rate(job: PlannedJob, folder: Path) -> str:
         return ""
     change = "" if facts.emulates else " --set backend.name=emulator"
     return (
-        f": ipu-pipe stability {quote(str(folder / 'config.yaml'))}{change} measures the curvature at this "
-        f"run's checkpoints"
+        f": ipu-pipe stability {quote(str(folder / 'config.yaml'))}{change} measures the "
+        f"curvature at this run's checkpoints"
     )
 
 

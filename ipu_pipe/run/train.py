@@ -38,10 +38,10 @@ from ipu_pipe.store import checkpoint
 from ipu_pipe.store.folder import (
     check_folder,
     is_restarted,
+    is_to_go_on,
     lock_folder,
     parse_folder,
     read_summary,
-    was_to_go_on,
 )
 from ipu_pipe.text import describe_kind
 from ipu_pipe.update.optimizer import list_parts, make_factory_of
@@ -318,7 +318,7 @@ def _find_start(
     # a finished run goes on if it is to be longer, or from an older checkpoint
     goes_on = step is not None or changes.longer
     ended = None if goes_on else read_summary(out)
-    goes_on |= was_to_go_on(out, done)
+    goes_on |= is_to_go_on(out, done)
     # a finished run continues with nothing
     for change in changes.free if ended is None else ():
         say(f"the run continues with another {change}")

@@ -261,9 +261,9 @@ def read_starts(path: Path) -> list[Any]:
     return starts if isinstance(starts, list) else []
 
 
-def was_to_go_on(path: Path, update: int) -> bool:
-    """Return whether the newest start of the run in `path` was to go on from `update` after an early
-    end there: it was killed before its first checkpoint.
+def is_to_go_on(path: Path, update: int) -> bool:
+    """Return whether the newest start of the run in `path` was to go on from `update` after an
+    early end there: it was killed before its first checkpoint.
     """
     starts = read_starts(path)
     newest = starts[-1] if starts else None

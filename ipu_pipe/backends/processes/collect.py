@@ -410,7 +410,7 @@ class Evaluation:
         layout = self._layout
         last = self._layout.stages - 1
         outputs: list[Any] = [None]
-        asked = _digest("predict", describe_tensors(x), compute_checksum(x))
+        asked = _compute_digest("predict", describe_tensors(x), compute_checksum(x))
         with self._enter_evaluation():
             if layout.is_leading:
                 crossings = self._prepare(x)
@@ -467,7 +467,7 @@ class Evaluation:
             # inputs, which the first stage uses, and labels, which stages with a loss use
             checksum = compute_checksum((x, get_labels(y)), checksum)
             crossings = self._prepare(x)
-            asked = _digest("evaluate", describe_tensors(x), counts)
+            asked = _compute_digest("evaluate", describe_tensors(x), counts)
             for model in self._models:
                 output = self._run_stage(model, batch, x, crossings, asked)
                 if model.stage in self._with_loss:
@@ -479,7 +479,7 @@ class Evaluation:
                 with detect_lost_rank([KEEPER], limit):
                     answer_within(limit.total_seconds(), lambda: store.add(EVALUATED, 1))
         for model in self._models:
-            self._compare(model, batch + 1, _digest("evaluated"))
+            self._compare(model, batch + 1, _compute_digest("evaluated"))
         for stage, tally in tallies.items():
             sums[stage] = torch.cat([tally.sums, torch.tensor([checksum], dtype=torch.float64)])
 
@@ -527,7 +527,7 @@ class Evaluation:
             _require_alike(asked, *self._mail.receive(message))
 
 
-def _digest(*asked: Any) -> torch.Tensor:
+def _compute_digest(*asked: Any) -> torch.Tensor:
     """Return a checksum of what an evaluation was asked for  # (1,)"""
     # of as many bytes as `Mail.meet` sends, which a rank in another call may have begun
     return torch.tensor([zlib.crc32(repr(asked).encode()) >> 1], dtype=torch.int32)
