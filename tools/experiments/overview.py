@@ -23,6 +23,7 @@ PAPERS = {
     "Laskin": "Local-parallel training (Laskin et al. 2020)",
     "randomized": "Randomized PipeDream against LocalSGD",
     "the abstracts": "Later asynchronous methods",
+    "arXiv": "Later asynchronous methods",
 }
 HEAD = [
     "| experiment | the paper says | difference | t | verdict |",
