@@ -236,8 +236,9 @@ def test_prediction_inside_whole_model_reads_rounded_weights() -> None:
     outside = pipe.predict(batch[0]), pipe.evaluate([batch])
     with pipe.whole_model() as whole:
         assert whole is not None and whole[0].weight.dtype == torch.float32
+        gradient = whole[0].weight.grad = torch.ones(4, 4)
         inside = pipe.predict(batch[0]), pipe.evaluate([batch])
-        assert whole[0].weight.dtype == torch.float32
+        assert whole[0].weight.dtype == torch.float32 and whole[0].weight.grad is gradient
     assert torch.equal(inside[0], outside[0]) and inside[1] == outside[1]
 
 

@@ -357,7 +357,7 @@ def pass_other_arguments_by_rank(rank: int, folder: Path) -> None:
         lambda pipe: pipe.evaluate([(x, y)] * (2 - rank)),
         lambda pipe: pipe.evaluate([(x, y)], ["accuracy"] * rank),
     ):
-        loop = begin("pipedream", deadline=20)
+        loop = begin("pipedream", deadline=60)
         with pytest.raises(RunFault) as fault:
             call(loop.pipe)
         if rank:

@@ -342,9 +342,6 @@ class Masters:
         try:
             for weight in in_place:
                 weight.data = weight.data.to(LOW)
-                if weight.grad is not None:
-                    # a gradient of the caller's follows, as in `nn.Module.to`
-                    weight.grad = weight.grad.to(LOW)
             yield
         finally:
             for weight, master in zip(in_place, masters):

@@ -352,8 +352,6 @@ class Pipeline:
             self._column = self._join(process_group, data_group, asked)
             require_current_gpu(model, device)
         self._example = example
-        # the microbatch by which stages that are built anew are cut
-        self._cut_by: Microbatch | None = None
         self._loss_weight = loss_weight
         self._prepare_stage = prepare_stage
         self._handle = OptimizerHandle(optimizer, model, heads, by_stage)
@@ -431,11 +429,11 @@ class Pipeline:
             )
         self._require_settings_that_fit()
         # before the batch, because it may build the pipeline anew
-        self._settle()
-        if self._job is None and self._cut_by is not None:
+        cut_by = self._settle()
+        if cut_by is not None:
             # at once, since a batch that is refused must leave a pipeline that evaluates
             with self._break_on_error("step"):
-                self._build(self._cut_by)
+                self._build(cut_by)
         # before anything runs: a batch that does not divide breaks nothing
         batch = self._divide(x, y, microbatches)
         self._handle.count_as_stepped()
@@ -621,7 +619,7 @@ class Pipeline:
     @take_turn
     def predict(self, x: Any) -> Any:
         """Drain, and return the model's output for inputs `x` in evaluation mode, on every rank,
-        without gradients; with `ema` that of the averaged weights.
+        without gradients; with `ema` that of the averaged weights. All ranks pass the same inputs.
         """
         job, engine = self._pause("predict")
         with self._break_on_error("predict", only_reads=True):
@@ -1055,7 +1053,6 @@ class Pipeline:
         """Build the job and its flow from the first microbatch, once."""
         if self._job is not None and self._flow is not None:
             return self._job, self._flow
-        first = first if self._cut_by is None else self._cut_by
         example = first if self._example is None else Microbatch(*self._example)
         x = example.x if first.x is None else first.x
         y = example.y if first.y is None else first.y
@@ -1118,8 +1115,6 @@ class Pipeline:
             undo.pop_all()
         self._job = job
         self._flow = flow
-        # `_data` has a copy
-        self._cut_by = None
         if self._handle.may_write_settings:
             job.rules.after_step = self._handle.write_back
         for line in describe_modes(self.model, job.came_evaluating):
@@ -1316,9 +1311,10 @@ class Pipeline:
         raise_faults(list(dict.fromkeys(faults)))
         self._settings_that_fit = are_set
 
-    def _settle(self) -> None:
-        """Take over what the caller has changed since the last call. Raise `RuntimeError`, naming
-        the change, if the backend cannot.
+    def _settle(self) -> Microbatch | None:
+        """Take over what the caller has changed since the last call. Return the microbatch by which
+        the stages must be built anew, None if there is nothing to build or the next one may do.
+        Raise `RuntimeError`, naming the change, if the backend cannot.
         """
         backend = self._config.backend.name
         must_rebuild = must_copy = cuts_anew = False
@@ -1346,10 +1342,11 @@ class Pipeline:
             self._take_written_weights()
             self._job.precision.forget_written()
         if must_rebuild:
-            self._rebuild(cuts_anew)
-        elif must_copy:
+            return self._rebuild(cuts_anew)
+        if must_copy:
             flow = self._require_flow()
             flow.engine.reopen(flow.given, flow.table, is_loaded=True)
+        return None
 
     def _take_written_weights(self) -> None:
         """Take over rounded weights that the caller has written, before a call reads masters."""
@@ -1409,10 +1406,12 @@ class Pipeline:
         }
         return change.where.rpartition(".")[0] not in cut_modules
 
-    def _rebuild(self, cuts_anew: bool) -> None:
-        """Build again from the caller's present objects, with the state of now, while no update is
-        in flight; `cuts_anew`: otherwise the stages stay as they are cut, where a count is balanced
-        anew if other weights are frozen and no head has been fitted to a cut.
+    def _rebuild(self, cuts_anew: bool) -> Microbatch | None:
+        """Make ready to build again from the caller's present objects, with the state of now, while
+        no update is in flight. Return the microbatch to build by, None if the next one may do.
+
+        `cuts_anew`: otherwise the stages stay as they are cut, where a count is balanced anew if
+        other weights are frozen and no head has been fitted to a cut.
         """
         self._drain("step")
         job = self._require_job()
@@ -1433,16 +1432,17 @@ class Pipeline:
         self._handle.release()
         self._job = self._flow = self._seam = None
         self._loaded = saved
-        stages = self._stages
         # what is compiled for one shape may be built for another one now
-        if not (cuts_anew or self._config.backend.facts.compiles_updates):
-            # a microbatch of another length has other FLOPs, and another measurement other times
-            self._cut_by = self._data.example
-            stages = job.config.stages
-            if job.method.structure is not None and not job.partition.spread:
-                # heads stay where they fit, though frozen weights have fewer FLOPs
-                stages = job.partition.begin_names()
+        if cuts_anew or self._config.backend.facts.compiles_updates:
+            self._config = self._config.model_copy(update={"stages": self._stages})
+            return None
+        stages = job.config.stages
+        if job.method.structure is not None and not job.partition.spread:
+            # heads stay where they fit, though frozen weights have fewer FLOPs
+            stages = job.partition.begin_names()
         self._config = self._config.model_copy(update={"stages": stages})
+        # not the next microbatch: one of another length has other FLOPs
+        return self._data.example
 
     def _copy_state(self, state: CheckpointState) -> SavedState:
         """Return a copy of an engine's state at the position of now."""

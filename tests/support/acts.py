@@ -395,7 +395,7 @@ def train_plainly(walk: Walk) -> Weights:
         if is_local and since == walk.args["local_steps"]:
             average_nets(models, optimizers)
             since = 0
-        before = describe(models[0])
+        before = describe_structure(models[0])
         for act in acts:
             # a drain ends a round of LocalSGD
             if is_local and since and act in DRAINS:
@@ -403,13 +403,15 @@ def train_plainly(walk: Walk) -> Weights:
                 since = 0
             for scene in scenes:
                 ACTS[act](scene)
-        if describe(models[0]) != before or (not is_local and "pipe.load_state_dict" in acts):
+        if describe_structure(models[0]) != before or (
+            not is_local and "pipe.load_state_dict" in acts
+        ):
             share_buffers(models)
     return scenes[0].model.state_dict()
 
 
-def describe(model: nn.Module) -> Any:
-    """Return what a pipeline is built again for."""
+def describe_structure(model: nn.Module) -> Any:
+    """Return what a pipeline is built again for, if it changes."""
     modules = [(module, module.training) for module in model.modules()]
     return modules, [p.requires_grad for p in model.parameters()]
 
@@ -558,7 +560,7 @@ def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
             if reuses:
                 x.fill_(9.0)
         if walk.has_masters:
-            # which are in the model inside alone
+            # the model has its masters inside this context alone
             with pipe.whole_model(everywhere=True) as model:
                 assert model is not None
                 masters = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -674,13 +676,13 @@ def draw_kind(kind: str, seed: int, cuts: Sequence[Tuple[str, ...]] = CUTS) -> W
     """Draw a walk of a kind of `KINDS`."""
     draw = random.Random(f"{kind} {seed}")
     walk = draw_walk(seed, cuts)
-    # nobody sees writes to `data`, which copies make no difference to elsewhere
+    # a write through `data` is not noticed, and would reach one copy alone
     plan = {
         k: ["clamp" if one == "clamp data" else one for one in acts]
         for k, acts in walk.plan.items()
     }
     if kind == "masters":
-        # the last bit of spike compensation is the order of its two terms, and rounds to another weight
+        # the replay adds the two terms of spike compensation in another order, and a last bit may round to another bfloat16
         method, rules = draw.choice(
             [row for row in STALE if row[0] in ROUNDED and not SPIKES.keys() & row[1].keys()]
         )
