@@ -14,8 +14,8 @@ from torch import nn
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, end_process
-from ipu_pipe.pipeline.build import set_up
 from ipu_pipe.run.build import build
+from ipu_pipe.run.setup import set_up
 from ipu_pipe.run.train import train
 from tests.support.models import Versioned
 from tests.support.processes import run_in_group

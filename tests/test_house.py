@@ -67,6 +67,28 @@ def test_no_folder_imports_from_above():
     assert not upward
 
 
+def test_what_builds_and_runs_a_pipeline_knows_no_key_of_a_run():
+    """A loop's `Pipeline` and the run of a config are clients of the same code: what serves both has `PipelineConfig`."""
+    folders = FOLDERS[: FOLDERS.index("run")]
+    makers = (
+        "config",
+        "job",
+        "plan.answer",
+        "report.run_text",
+        "backends.ipu.unsupported",
+    )  # for runs alone
+    modules = {name[len(PACKAGE) + 1 :]: path for name, path in read_modules().items()}
+    imports = [
+        (name, node)
+        for name, path in modules.items()
+        if name.partition(".")[0] in folders and not name.startswith(makers)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == f"{PACKAGE}.config.schema"
+    ]
+    assert len(imports) > 8
+    assert [name for name, node in imports if any(one.name == "Config" for one in node.names)] == []
+
+
 def test_there_is_no_import_circle():
     assert find_circles(build_import_graph()) == []
 

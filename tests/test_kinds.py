@@ -16,9 +16,9 @@ import ipu_pipe
 from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.model.loss import LabelRange, find_label_range
-from ipu_pipe.pipeline.build import set_up
 from ipu_pipe.run.build import build
 from ipu_pipe.run.planning import build_for_planning
+from ipu_pipe.run.setup import set_up
 from tests.support.runs import list_faults
 from tests.test_train import make_short_config
 

@@ -212,7 +212,7 @@ def test_the_key_of_streamed_state_is_read_and_written(tmp_path: Path, capsys: A
     for arguments, streams in ((["--memory", str(memory)], True), (["--overwrite"], False)):
         command.main([*options, *arguments])
         assert load_config(planned).ipu.streams_state == streams
-        assert make_problem(load_config(planned), UNITS, 8.0, hardware).streamed == streams
+        assert make_problem(load_config(planned), UNITS, 8.0, hardware, 2).streamed == streams
         assert (KEY in str(json.loads(capsys.readouterr().out)["smallest_change"])) == streams
 
 

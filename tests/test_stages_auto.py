@@ -4,6 +4,7 @@ and the predictions of dry runs."""
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -17,6 +18,8 @@ from ipu_pipe.config.compare import dump_config
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import FEW, count_units
+from ipu_pipe.job.factories import count_config_moments
+from ipu_pipe.pipeline.pipeline import Pipeline
 from ipu_pipe.plan.blocks import count_blocks
 from ipu_pipe.plan.candidates import list_layouts
 from ipu_pipe.plan.config_cut import choose_stages, make_candidate, make_problem, predict_config_cut
@@ -55,7 +58,9 @@ def make_auto_config(**keys: Any) -> Any:
 def choose_stage_names(settings: Any, **keys: Any) -> List[str]:
     """Return the modules at which the chosen stages begin."""
     method = resolve_method(settings.method)
-    return choose_stages(settings, method, mlp(**SMALL["args"]), F.cross_entropy, EXAMPLE, **keys)
+    moments = count_config_moments(settings)
+    model = mlp(**SMALL["args"])
+    return choose_stages(settings, method, model, F.cross_entropy, EXAMPLE, moments, **keys)
 
 
 def list_units() -> Any:
@@ -82,7 +87,8 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any, depths: Any) -> None:
     """Compare with all depths and cuts that fit, tried one by one. A run is built with them, and its prediction is that
     of the choice."""
     settings, units, rates = make_auto_config(**keys), list_units(), {}
-    problem = make_problem(settings, units, 256.0, read_hardware(settings.hardware))
+    hardware = read_hardware(settings.hardware)
+    problem = make_problem(settings, units, 256.0, hardware, count_config_moments(settings))
     if "local" in settings.method:
         model = mlp(**SMALL["args"])
         problem = replace(problem, blocks=count_blocks(model, EXAMPLE[0][:FEW], units))
@@ -101,6 +107,26 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any, depths: Any) -> None:
     job = build(settings)
     assert job.partition.begin_names() == names
     assert predict_config_cut(job).prediction.samples_per_second == pytest.approx(rate)
+
+
+def test_a_loop_plans_with_the_state_of_its_own_optimizer() -> None:
+    """Story: it was planned with the memory of plain SGD, whatever the loop had."""
+    lines = []
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        model = mlp(**SMALL["args"])
+        hardware = describe_devices(memory=1e3)
+        pipe = Pipeline(
+            model,
+            F.cross_entropy,
+            kind(model.parameters(), lr=0.1),
+            stages="auto",
+            microbatches=1,
+            hardware=hardware,
+        )
+        lines += list_faults(pipe.step, *EXAMPLE)
+    needed = [float(re.findall(r"need ([\d.]+) kB", line)[0]) for line in lines]
+    # two moments of 4 bytes for each weight of the largest stage
+    assert needed[1] > 1.3 * needed[0]
 
 
 @pytest.mark.parametrize("method, processes", [("gpipe", 2), ("gpipe", 5), ("local_greedy", 3)])

@@ -20,8 +20,8 @@ from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.evaluation import evaluate
 from ipu_pipe.model.timing import PassSeconds
-from ipu_pipe.pipeline.build import set_up
 from ipu_pipe.run.build import build
+from ipu_pipe.run.setup import set_up
 from ipu_pipe.run.train import train
 from ipu_pipe.store.folder import RunFolder, check_folder
 from tests.command_line import run_here

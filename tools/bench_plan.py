@@ -122,8 +122,8 @@ def _profile(config: Path) -> Any:
     from ipu_pipe.config.load import load_config
     from ipu_pipe.hardware.description import read_hardware
     from ipu_pipe.hardware.model_units import count_units, measure_units
-    from ipu_pipe.pipeline.build import set_up
     from ipu_pipe.plan.prediction import Problem
+    from ipu_pipe.run.setup import set_up
 
     torch.set_num_threads(1)
     setup = set_up(load_config(config))

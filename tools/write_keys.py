@@ -25,7 +25,7 @@ from ipu_pipe.backends.features import FEATURES  # noqa: E402
 from ipu_pipe.backends.table import BACKENDS  # noqa: E402
 from ipu_pipe.config.faults import WRITTEN, format_faults  # noqa: E402
 from ipu_pipe.config.load import configure, parse_yaml  # noqa: E402
-from ipu_pipe.config.schema import Config, import_outer  # noqa: E402
+from ipu_pipe.config.schema import Config, PipelineConfig, import_outer  # noqa: E402
 from ipu_pipe.config.sections import StageCount, StageFinest  # noqa: E402
 from ipu_pipe.errors import BadInput  # noqa: E402
 from ipu_pipe.refusals import Language  # noqa: E402
@@ -107,7 +107,10 @@ def list_keys(section: Type[BaseModel], place: str) -> List[Key]:
     description, meanings = split_docstring(section)
     shared = re.findall(r"`(\w+)`", "".join(description.rpartition(" are as in ")[:2]))
     rows = []
-    for name, field in section.model_fields.items():
+    # what must be given comes first
+    for name, field in sorted(
+        section.model_fields.items(), key=lambda one: not one[1].is_required()
+    ):
         if name in WRITTEN:
             continue
         default = _format_default(field)
@@ -137,9 +140,12 @@ def _describe_value(section: Type[BaseModel], name: str) -> str:
 
 
 def split_docstring(section: Type[BaseModel]) -> Tuple[str, Dict[str, str]]:
-    """Split a section's docstring into its description of the section and its meanings by key."""
+    """Split a section's docstring into its description of the section and its meanings by key, of
+    which a section that it extends may have some.
+    """
+    base = section.__base__
+    meanings = split_docstring(base)[1] if base is PipelineConfig else {}
     parts = ENTRY.split(" ".join((inspect.getdoc(section) or "").split()))
-    meanings = {}
     for names, meaning in zip(parts[1::2], parts[2::2]):
         meanings.update(
             {name: meaning.strip().rstrip(".;") for name in re.findall(r"`(\w+)`", names)}

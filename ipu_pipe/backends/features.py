@@ -100,7 +100,8 @@ def _find_weighed(job: Job, is_alone: bool) -> Any:
     """Return the weights of microbatches, if they are alone in their updates, or not alone."""
     config = job.config
     fits = (config.gradient_accumulation * config.replicas == 1) == is_alone
-    return job.loss_weight is not None and fits and config.loss_weight
+    # a function has no text
+    return job.loss_weight is not None and fits and (config.loss_weight or True)
 
 
 def _find_other_batch(job: Job) -> bool:
@@ -239,7 +240,7 @@ FEATURES = (
     Feature(
         "`model.compile`",
         "model.compile",
-        lambda job: job.config.model.compile,
+        lambda job: job.compiles_modules,
         dict.fromkeys((EMULATOR, IPUS, XLA), "processes alone compile the modules of their stages"),
     ),
     Feature(
@@ -262,7 +263,7 @@ FEATURES = (
     Feature(
         "`lr_schedule.name: plateau`",
         "lr_schedule.name",
-        lambda job: job.config.lr_schedule.name == "plateau" and "plateau",
+        lambda job: job.plateau and "plateau",
         {IPUS: "PopTorch's runs have rates that are known before"},
         "another schedule",
     ),

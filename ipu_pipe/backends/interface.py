@@ -25,7 +25,7 @@ from typing import (
 import torch
 from torch import nn
 
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import PipelineConfig
 from ipu_pipe.job.evaluation import (
     BatchReader,
     EvaluationResult,
@@ -38,6 +38,7 @@ from ipu_pipe.job.factories import Placed
 from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import get_blocks
+from ipu_pipe.model.loss import Take
 from ipu_pipe.model.precision import export_loss
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.replay.run import Run
@@ -370,11 +371,11 @@ class Backend(NamedTuple):
     backend supports is its row in `ipu_pipe.config.backend_facts`.
     """
 
-    place: Callable[[Config, Method, nn.Module, torch.Tensor], Placed]
+    place: Callable[[PipelineConfig, Method, nn.Module, torch.Tensor, Take | None], Placed]
     list_faults: Callable[[Job], list[str]]
     make_engine: Callable[[Run, int, VersionTable], Engine]
     make_options: Callable[[Job], Any] = lambda job: None
-    launch: Callable[[Config, Mapping[str, object]], None] = lambda config, asked: None
+    launch: Callable[[PipelineConfig, Mapping[str, object]], None] = lambda config, asked: None
     describe: Callable[[Job], str] = lambda job: ""
     count_in_flight: Callable[[Job], IntArray | None] = lambda job: None
     predict_refusals: Callable[[Job], list[str]] = lambda job: []

@@ -13,7 +13,7 @@ from ipu_pipe.backends.processes import engine as processes
 from ipu_pipe.backends.processes.launch import leave as leave_group
 from ipu_pipe.backends.ranks import is_distributed
 from ipu_pipe.backends.xla import backend as xla
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import PipelineConfig
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import end_with_launcher, read_launch
@@ -29,12 +29,12 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def get_backend(config: Config) -> Backend:
+def get_backend(config: PipelineConfig) -> Backend:
     """Return the backend that a config names."""
     return BACKENDS[config.backend.name]
 
 
-def launch(config: Config, asked: Mapping[str, object] | None = None) -> None:
+def launch(config: PipelineConfig, asked: Mapping[str, object] | None = None) -> None:
     """Join the other processes of the run, if there are any. `asked`: the command line of this
     process, option -> value.
 

@@ -12,10 +12,10 @@ from ipu_pipe.config.schema import Config
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.evaluation import load_test_batches
 from ipu_pipe.job.factories import make_factory, make_scheduler
-from ipu_pipe.job.record import Setup
+from ipu_pipe.job.record import RunSetup
 from ipu_pipe.model.loss import OwnLoss
 from ipu_pipe.model.stages import partition
-from ipu_pipe.pipeline.build import set_up
+from ipu_pipe.run.setup import set_up
 from ipu_pipe.update.optimizer import make_groups
 from ipu_pipe.update.rates import advise_rate, compute_rate
 
@@ -92,7 +92,7 @@ class ConfigLoop:
                     pipe.evaluate(load_test_batches(setup), config.metrics)
 
 
-def _make_optimizer(config: Config, setup: Setup) -> torch.optim.Optimizer:
+def _make_optimizer(config: Config, setup: RunSetup) -> torch.optim.Optimizer:
     """Return the config's optimizer over the model, with and without weight decay."""
     x, _ = setup.prepare_batch(setup.data.train_batch(0, 0, setup.config.micro_batch_size))
     # one stage, so that the groups differ by decay alone; the pipeline divides them by its own
@@ -122,7 +122,7 @@ def _make_scheduler(config: Config, optimizer: Any, per_epoch: int | None, updat
 
 
 def _read_batch(
-    setup: Setup, k: int, count: int, per_epoch: int | None
+    setup: RunSetup, k: int, count: int, per_epoch: int | None
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the `count` microbatches of update k."""
     size = setup.config.micro_batch_size

@@ -20,7 +20,7 @@ import torch
 from ipu_pipe.comparison.stage_times import StageTimes
 from ipu_pipe.comparison.trainings import Training
 from ipu_pipe.errors import BadInput, Divergence
-from ipu_pipe.job.record import Length, Setup
+from ipu_pipe.job.record import Length, RunSetup
 from ipu_pipe.model.randomness import RandomStates, restore_random_states
 from ipu_pipe.pipeline.pipeline import Pipeline, Update, count_stages
 from ipu_pipe.report.memory import plan_memory
@@ -85,7 +85,7 @@ class RecordedPipeline(Pipeline):
         self.record.losses += [update.loss for update in updates]
         return updates
 
-    def count_updates(self, setup: Setup) -> Length:
+    def count_updates(self, setup: RunSetup) -> Length:
         """Return the updates of an epoch, None for data without a length, and of the run of a
         config, as `train` would count them for this pipeline's method. Raise `BadInput`.
         """

@@ -27,7 +27,7 @@ import yaml
 from pydantic import ValidationError
 
 from ipu_pipe.config.faults import CALL, format_faults, name_origin
-from ipu_pipe.config.schema import Config, import_outer
+from ipu_pipe.config.schema import AnyConfig, Config, PipelineConfig, import_outer
 from ipu_pipe.config.sections import GIVEN, LrSchedule, OptimizerConfig, StageCount
 from ipu_pipe.config.values import Section
 from ipu_pipe.errors import BadInput, raise_faults
@@ -321,7 +321,7 @@ def load_config(path: Union[str, Path], overrides: Sequence[str] = ()) -> Config
         for fault in _collect_faults(apply_override, changed, text, layer)
     ]
     raw = _leave_out_replaced(raw, changed, layer, origins)
-    return _validate(raw, origins, str(path), faults)
+    return _validate(Config, raw, origins, str(path), faults)
 
 
 def _leave_out_replaced(
@@ -416,7 +416,7 @@ def load_recorded(path: Path) -> Config:
     if isinstance(raw.get("log"), dict):
         # the former name of `trace`
         raw["log"].pop("trace_microbatches", None)
-    return _validate(raw, {}, str(path), [])
+    return _validate(Config, raw, {}, str(path), [])
 
 
 def configure(**keys: Any) -> Config:
@@ -427,7 +427,14 @@ def configure(**keys: Any) -> Config:
     """
     # the two keys without defaults
     raw = {"model": {"entry": GIVEN}, "data": {"name": GIVEN}, **keys}
-    return _validate(raw, {}, CALL, [])
+    return _validate(Config, raw, {}, CALL, [])
+
+
+def configure_pipeline(**keys: Any) -> PipelineConfig:
+    """Return what a pipeline is told, with keys of a config as arguments. Raise `BadInput` with
+    every fault found.
+    """
+    return _validate(PipelineConfig, keys, {}, CALL, [])
 
 
 def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
@@ -444,11 +451,12 @@ def resolve_method(name: str, args: Mapping[str, Any] = {}) -> Method:
 
 
 def _validate(
+    kind: Type[AnyConfig],
     raw: Dict[str, Any],
     origins: Origins,
     source: str,
     faults: List[str],
-) -> Config:
+) -> AnyConfig:
     """Return the config of `raw`. Raise `BadInput` with `faults` and all others, each with the file
     or option of its key.
     """
@@ -464,7 +472,7 @@ def _validate(
         read_hardware = import_outer("read_hardware")
         faults += _collect_faults(read_hardware, raw["hardware"], add_origin("hardware"))
     try:
-        config = Config.model_validate(raw)
+        config = kind.model_validate(raw)
     except ValidationError as error:
         # the types of these keys do not tell their section
         forms = {
@@ -473,19 +481,20 @@ def _validate(
             "hardware": import_outer("hardware"),
         }
         raise BadInput(
-            [*format_faults(error.errors(), origins, source, Config, forms), *faults]
+            [*format_faults(error.errors(), origins, source, kind, forms), *faults]
         ) from None
     try:
         conflicts, optimizer_conflicts = _list_method_conflicts(config)
     except BadInput as error:
         raise BadInput([*faults, *map(add_origin, error.lines)]) from None
     raise_faults([*faults, *map(add_origin, conflicts)])
-    # a private attribute can be set though the config is frozen
-    config._optimizer_faults = tuple(map(add_origin, optimizer_conflicts))
+    if isinstance(config, Config):
+        # a private attribute can be set though the config is frozen
+        config._optimizer_faults = tuple(map(add_origin, optimizer_conflicts))
     return config
 
 
-def _list_method_conflicts(config: Config) -> Tuple[List[str], List[str]]:
+def _list_method_conflicts(config: PipelineConfig) -> Tuple[List[str], List[str]]:
     """Return the conflicts of the method's rules with each other and the backend, and those with
     the config's own optimizer, which are kept apart because Python may replace it. Raise `BadInput`
     for arguments that do not belong to the method.
@@ -497,14 +506,17 @@ def _list_method_conflicts(config: Config) -> Tuple[List[str], List[str]]:
     method = methods.resolve_method(config.method, settings)
     # every rule supports this optimizer
     conflicts = rules.list_conflicts(settings, method, "sgd", {"momentum": 0.9})
+    members = config.optimizer.members if isinstance(config, Config) else ()
     with_own = [
         f
-        for one in config.optimizer.members
+        for one in members
         for f in rules.list_conflicts(settings, method, one.name, one.settings())
     ]
     of_optimizer = [f for f in dict.fromkeys(with_own) if f not in conflicts]
     if config.backend.ipu is not None:
         conflicts = [*conflicts, *import_outer("check_backend")(config, method)]
+        if isinstance(config, Config):
+            conflicts += import_outer("list_run_faults")(config)
     return conflicts, of_optimizer
 
 

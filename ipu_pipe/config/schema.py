@@ -8,7 +8,18 @@ documentation site is made from them.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Tuple,
+    TypeVar,
+    Union,
+)
 
 from pydantic import Field, PrivateAttr, StrictBool, ValidationInfo, field_validator
 from typing_extensions import Annotated, Literal
@@ -42,6 +53,7 @@ OUTER = {
     "hardware": "ipu_pipe.hardware.description:Hardware",
     "check_stages": "ipu_pipe.backends.ipu.unsupported:check_placement",  # (config, method, stages) -> faults
     "check_backend": "ipu_pipe.backends.ipu.unsupported:check_config",  # (config, method) -> "key: value: what is allowed"
+    "list_run_faults": "ipu_pipe.backends.ipu.unsupported:list_run_faults",  # (config) -> the same
     "read_hardware": "ipu_pipe.hardware.description:read_hardware",  # (name or file, place in faults); raises BadInput
 }
 
@@ -150,59 +162,39 @@ Entries = Annotated[
 ]
 
 
-class Config(Section):
-    """A run. The global batch of an update has micro_batch_size x gradient_accumulation x replicas
-    samples.
+AnyConfig = TypeVar("AnyConfig", bound="PipelineConfig")
 
-    `model`: the model to train. `data`: the data to train it on. `method`: the training method, see
-    docs/rules.md. `method_args`: changes of the method, and rules against staleness. `stages`:
-    where the model is cut, see docs/configuration.md. `stages_per_device`: virtual stages on each
-    device, of schedules that have them; null: the method's own number. `loss`: cross_entropy,
-    "module:callable" of (output, target), or model: the model's own, see docs/data.md.
-    `loss_weight`: how a microbatch counts in an update's loss: tokens or "module:callable" of the
-    labels, see docs/configuration.md; null: all count the same. `backend`: where the run computes.
-    `micro_batch_size`: samples of a microbatch; a loader's own if not set. `gradient_accumulation`:
-    microbatches per update. `replicas`: copies of the pipeline, each with its share of the samples.
-    `reduction`: how processes average the replicas' gradients, see docs/processes.md. `optimizer`:
-    an optimizer of torch.optim. `lr_schedule`: how the learning rate changes. `clip`: gradient
-    clipping. `ema`: a moving average of the weights, see docs/loop.md. `epochs`: passes over the
-    data. `steps`: updates, instead of epochs; null: as many as the epochs have. `evaluate`:
-    evaluations while training. `metrics`: of evaluations, see docs/loop.md. `callbacks`: the user's
-    code that a run calls, see docs/loop.md. `early_stopping`: when evaluations end a run, see
-    docs/loop.md. `checkpoint`: when the run's state is saved; null for never. `log`: metrics and
-    traces. `seed`: of weights, order, augmentation and dropout. `precision`: of weights and passes;
-    the last three are PopTorch's, in bits of passes and weights. `recompute`: activation
+
+class PipelineConfig(Section):
+    """The keys of a config that its pipeline reads, or what a loop's `Pipeline` is told.
+
+    `method`: the training method, see docs/rules.md. `method_args`: changes of the method, and
+    rules against staleness. `stages`: where the model is cut, see docs/configuration.md.
+    `stages_per_device`: virtual stages on each device, of schedules that have them; null: the
+    method's own number. `loss_weight`: how a microbatch counts in an update's loss: tokens or
+    "module:callable" of the labels, see docs/configuration.md; null: all count the same. `backend`:
+    where the run computes. `micro_batch_size`: samples of a microbatch; a loader's own if not set.
+    `gradient_accumulation`: microbatches per update. `replicas`: copies of the pipeline, each with
+    its share of the samples. `reduction`: how processes average the replicas' gradients, see
+    docs/processes.md. `clip`: gradient clipping. `ema`: a moving average of the weights, see
+    docs/loop.md. `seed`: of weights, order, augmentation and dropout. `precision`: of weights and
+    passes; the last three are PopTorch's, in bits of passes and weights. `recompute`: activation
     checkpointing, from each stage's input. `hardware`: the devices that predictions are made for,
-    see docs/hardware.md. `init_from`: weights to begin with. `allow_nonfinite`: go on after a loss
-    that is not finite. `given`: objects from Python, written by the run.
+    see docs/hardware.md. `allow_nonfinite`: go on after a loss that is not finite.
     """
 
-    model: sections.ModelConfig
-    data: sections.DataConfig
     method: str = "gpipe"
     method_args: sections.MethodArgs = sections.MethodArgs()
     stages: StagesValue = None
     stages_per_device: Optional[Count] = None
-    loss: str = "cross_entropy"
     loss_weight: Optional[str] = None
     backend: BackendConfig = BackendConfig()
     micro_batch_size: Count = 8
     gradient_accumulation: Count = 1
     replicas: Count = 1
     reduction: Literal["exact", "fast"] = "exact"
-    optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
-    lr_schedule: sections.LrSchedule = sections.LrSchedule()
     clip: Optional[sections.ClipConfig] = None
     ema: Optional[sections.EmaConfig] = None
-    epochs: Updates = 1
-    steps: Optional[Updates] = None
-    evaluate: sections.EvaluateConfig = sections.EvaluateConfig()
-    # pydantic copies such a default for each config
-    metrics: Entries = ["accuracy"]
-    callbacks: Entries = []
-    early_stopping: Optional[sections.EarlyStoppingConfig] = None
-    checkpoint: Optional[sections.CheckpointConfig] = sections.CheckpointConfig()
-    log: sections.LogConfig = sections.LogConfig()
     seed: Seed = 0
     precision: Literal[
         "float32", "float64", "bfloat16", "bfloat16_mixed", "16.16", "16.32", "32.32"
@@ -215,12 +207,7 @@ class Config(Section):
             f"its keys"
         ),
     ] = None
-    init_from: Optional[sections.InitFrom] = None
     allow_nonfinite: StrictBool = False
-    given: Optional[sections.Given] = None
-    # why the update rules cannot act with the config's own optimizer; reported unless Python gives
-    # another
-    _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
 
     @field_validator("method")
     @classmethod
@@ -261,13 +248,6 @@ class Config(Section):
         )
         is_in_bits = self.precision in ("16.16", "16.32", "32.32")
         yield Case(is_in_bits and not self.backend.facts.has_precision_in_bits, "precision", why)
-        # a config of a run whose optimizer was passed from Python, given to a command
-        is_missing = self.optimizer.name == sections.GIVEN and (
-            self.given is None or self.given.optimizer is None
-        )
-        yield Case(
-            is_missing, "optimizer.name", "without given.optimizer: must be sgd, adam or adamw"
-        )
         is_unknown = self.hardware is None and self.leaves_stages_to_planner
         why = "needs to know the devices: set hardware, a name or file"
         yield Case(is_unknown and self.stages != "auto", "stages.by", why, "hardware")
@@ -323,26 +303,77 @@ class Config(Section):
         """The updates that a device makes in one call, at one learning rate; 1 but on IPUs."""
         return 1 if self.backend.ipu is None else int(self.backend.ipu.device_iterations)
 
-    @property
-    def checkpoint_every(self) -> int:
-        """The updates between two checkpoints, besides those of evaluations; 0 for none."""
-        return (self.checkpoint.every or 0) if self.checkpoint is not None else 0
-
     def to_dict(self) -> Dict[str, Any]:
         """Return every key with its value, as plain data that YAML and JSON can hold."""
         return self.model_dump(mode="json")
-
-    def optimizer_faults(self) -> Tuple[str, ...]:
-        """Return why the update rules cannot act with the config's own optimizer, each with the
-        place it comes from.
-        """
-        return self._optimizer_faults
 
     def method_settings(self) -> Dict[str, Any]:
         """Return the `method_args` and `stages_per_device` that are not null."""
         settings = {**self.method_args.model_dump(), "stages_per_device": self.stages_per_device}
         return {key: value for key, value in settings.items() if value is not None}
 
-    def with_method_args(self, **changes: Any) -> "Config":
+    def with_method_args(self: AnyConfig, **changes: Any) -> AnyConfig:
         """Return this config with other `method_args`."""
         return self.model_copy(update={"method_args": self.method_args.model_copy(update=changes)})
+
+
+class Config(PipelineConfig):
+    """A run. The global batch of an update has micro_batch_size x gradient_accumulation x replicas
+    samples.
+
+    `model`: the model to train. `data`: the data to train it on. `loss`: cross_entropy,
+    "module:callable" of (output, target), or model: the model's own, see docs/data.md.
+    `optimizer`: an optimizer of torch.optim. `lr_schedule`: how the learning rate changes.
+    `epochs`: passes over the data. `steps`: updates, instead of epochs; null: as many as the epochs
+    have. `evaluate`: evaluations while training. `metrics`: of evaluations, see docs/loop.md.
+    `callbacks`: the user's code that a run calls, see docs/loop.md. `early_stopping`: when
+    evaluations end a run, see docs/loop.md. `checkpoint`: when the run's state is saved; null for
+    never. `log`: metrics and traces. `init_from`: weights to begin with. `given`: objects from
+    Python, written by the run.
+    """
+
+    model: sections.ModelConfig
+    data: sections.DataConfig
+    loss: str = "cross_entropy"
+    optimizer: sections.OptimizerConfig = sections.OptimizerConfig()
+    lr_schedule: sections.LrSchedule = sections.LrSchedule()
+    epochs: Updates = 1
+    steps: Optional[Updates] = None
+    evaluate: sections.EvaluateConfig = sections.EvaluateConfig()
+    # pydantic copies such a default for each config
+    metrics: Entries = ["accuracy"]
+    callbacks: Entries = []
+    early_stopping: Optional[sections.EarlyStoppingConfig] = None
+    checkpoint: Optional[sections.CheckpointConfig] = sections.CheckpointConfig()
+    log: sections.LogConfig = sections.LogConfig()
+    init_from: Optional[sections.InitFrom] = None
+    given: Optional[sections.Given] = None
+    # why the update rules cannot act with the config's own optimizer; reported unless Python gives
+    # another
+    _optimizer_faults: Tuple[str, ...] = PrivateAttr(default=())
+
+    def list_cases(self) -> Iterator[Case]:
+        # a config of a run whose optimizer was passed from Python, given to a command
+        is_missing = self.optimizer.name == sections.GIVEN and (
+            self.given is None or self.given.optimizer is None
+        )
+        yield Case(
+            is_missing, "optimizer.name", "without given.optimizer: must be sgd, adam or adamw"
+        )
+        yield from super().list_cases()
+
+    def to_dict(self) -> Dict[str, Any]:
+        """Return every key with its value, as plain data; what is trained comes first."""
+        keys = super().to_dict()
+        return {name: keys[name] for name in ("model", "data", *keys)}
+
+    @property
+    def checkpoint_every(self) -> int:
+        """The updates between two checkpoints, besides those of evaluations; 0 for none."""
+        return (self.checkpoint.every or 0) if self.checkpoint is not None else 0
+
+    def optimizer_faults(self) -> Tuple[str, ...]:
+        """Return why the update rules cannot act with the config's own optimizer, each with the
+        place it comes from.
+        """
+        return self._optimizer_faults

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch import nn
 
-from ipu_pipe.errors import BadInput
+from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.metrics import DEFAULT, Metric, MetricSums
-from ipu_pipe.job.record import Setup
+from ipu_pipe.job.record import RunSetup
 from ipu_pipe.local.blocks import get_blocks
-from ipu_pipe.model.batch import call_model, count_samples, take_samples
+from ipu_pipe.model.batch import call_model, count_samples, describe_tensors, take_samples
+from ipu_pipe.model.devices import fork_random
 from ipu_pipe.model.loss import (
     Loss,
     call_loss,
     count_right,
+    describe_output,
     get_block_loss,
     get_labels,
     get_plain_loss,
@@ -25,7 +28,7 @@ from ipu_pipe.model.loss import (
     take_scores,
 )
 from ipu_pipe.model.precision import get_uncast_loss
-from ipu_pipe.model.restoring import restore_modes
+from ipu_pipe.model.restoring import restore_all, restore_modes
 from ipu_pipe.text import describe_kind
 
 # samples of one forward; the size does not matter for BatchNorm, which uses running statistics here
@@ -65,7 +68,7 @@ def collect_by_block(
 
 
 def load_test_batches(
-    setup: Setup, split: str = "test", shard: int = 0, shards: int = 1
+    setup: RunSetup, split: str = "test", shard: int = 0, shards: int = 1
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the test set, or the validation set, in batches on the run's device, up to
     `evaluate.subset` samples.
@@ -174,7 +177,35 @@ def compute_outputs(model: nn.Module, x: Any) -> list[Any]:
     return [call_model(model, x)] if blocks is None else blocks.compute_outputs(x)
 
 
-def evaluate(setup: Setup) -> list[EvaluationResult]:
+def try_metrics(setup: RunSetup) -> None:
+    """Run the metrics on a batch of the test set before anything is written. Raise `BadInput` if
+    one fails.
+    """
+    # the library's accuracy cannot fail: it is None for labels that have none
+    metrics = [metric for metric in setup.metrics if metric not in DEFAULT]
+    if not metrics or setup.device.type == "meta":
+        return
+    # the numbers of a run must not depend on whether it has metrics
+    with fork_random(setup.device), torch.no_grad(), restore_all(setup.model):
+        setup.model.eval()
+        # a loop, since a data source may have no test set
+        for x, labels in itertools.islice(load_test_batches(setup), 1):
+            scores = take_scores(setup.loss, call_model(setup.model, x))
+            y = get_labels(labels)
+            for metric in metrics:
+                try:
+                    metric.make_sums().add(scores, y, count_samples(x))
+                except BadInput:
+                    raise
+                # the user's metric may raise anything
+                except Exception as error:
+                    kinds = f"{describe_output(scores)} and labels {describe_tensors(y)}"
+                    raise BadInput(
+                        f"metrics: {metric.name}: fails on {kinds}: {summarize(error)}"
+                    ) from error
+
+
+def evaluate(setup: RunSetup) -> list[EvaluationResult]:
     """Evaluate on the test set, or its configured subset."""
     return evaluate_batches(setup.model, setup.loss, load_test_batches(setup), setup.metrics)
 

@@ -17,8 +17,8 @@ from typing import Any, Callable, Iterable, Mapping, NamedTuple, Sequence
 import torch
 from torch import nn
 
-from ipu_pipe.config.schema import Config
-from ipu_pipe.config.sections import GIVEN, OWN, TOKENS, Entry, OptimizerSettings
+from ipu_pipe.config.schema import Config, PipelineConfig
+from ipu_pipe.config.sections import OWN, TOKENS, Entry, OptimizerSettings
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data import DataSource, load_data
 from ipu_pipe.errors import BadInput, raise_faults, summarize
@@ -27,17 +27,16 @@ from ipu_pipe.local.heads import AugLocal, Heads
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.model.loss import (
     Loss,
-    LossOfOutput,
     LossWeight,
     OwnLoss,
     Take,
     TakePart,
     get_plain_loss,
-    list_requested_fields,
     make_token_count,
+    wrap_loss,
 )
 from ipu_pipe.model.stages import Partition, partition
-from ipu_pipe.refusals import OWN_LOSS, Words
+from ipu_pipe.refusals import Words
 from ipu_pipe.schedule.methods import Method
 from ipu_pipe.shipped import MODELS
 from ipu_pipe.text import find_nearest, show, suggest
@@ -45,6 +44,7 @@ from ipu_pipe.update.optimizer import (
     Groups,
     OptimizerFactory,
     call_factory,
+    count_moments,
     make_factory_by_group,
     make_factory_by_name,
     make_factory_of,
@@ -121,48 +121,36 @@ def make_loss(config: Config, objects: Overrides) -> Loss:
             if inspect.isclass(chosen) and issubclass(chosen, nn.Module)
             else chosen
         )
-    asks = list_requested_fields(chosen)
-    return chosen if take is None and not asks else LossOfOutput(chosen, take, asks)
+    return wrap_loss(chosen, take)
 
 
-def make_loss_weight(config: Config, objects: Overrides, loss: Loss) -> LossWeight | None:
+def make_loss_weight(weight: LossWeight | str | None, loss: Loss) -> LossWeight | None:
     """Make the weight of microbatches in the mean loss of an update; None if all weigh the same."""
-    if callable(objects.loss_weight):
-        return objects.loss_weight
-    if config.loss_weight is None:
-        return None
-    if config.loss_weight == TOKENS:
+    if weight is None or (callable(weight) and not isinstance(weight, str)):
+        return weight
+    if weight == TOKENS:
         return make_token_count(get_plain_loss(loss))
-    if ":" not in config.loss_weight:
+    if not isinstance(weight, str) or ":" not in weight:
         script = Words("", "an import string module:name of ")
         why = f"must be tokens, or {script}a function of the labels"
-        raise BadInput(f"loss_weight: {show(config.loss_weight)}: {why}")
-    return resolve_entry(config.loss_weight, "loss_weight")
+        raise BadInput(f"loss_weight: {show(weight)}: {why}")
+    return resolve_entry(weight, "loss_weight")
 
 
-def make_output_selector(config: Config, of_heads: bool = False) -> Take | None:
+def make_output_selector(config: Config) -> Take | None:
     """Return what `model.output` takes of a model's output: a field, an element, or a function's
     result; None for all of it.
-
-    `of_heads`: blocks have losses of their own, and their heads give what a function would take.
     """
     output = config.model.output
-    is_function = isinstance(output, str) and (output == GIVEN or ":" in output)
-    if of_heads and config.loss == OWN:
-        why = (
-            "the heads of its blocks give no loss of their own: must be a loss of their outputs, "
-            "such as cross_entropy"
-        )
-        raise BadInput(f"{OWN_LOSS}: {config.method}: {why}")
-    if of_heads and is_function:
-        why = (
-            f"{config.method} takes the outputs of its blocks' heads: must be the name of a "
-            f"field, or an index"
-        )
-        raise BadInput(f"model.output: {output}: {why}")
     if isinstance(output, str) and ":" in output:
         return resolve_entry(output, "model.output")
     return None if output is None else TakePart(output)
+
+
+def count_config_moments(config: Config) -> int:
+    """Return the tensors of a weight's shape that the config's optimizer keeps."""
+    # a stage may get any of the optimizers, so the one that keeps most is assumed for all
+    return max(count_moments(one.name, one.settings()) for one in config.optimizer.members)
 
 
 def make_scheduler(config: Config) -> SchedulerFactory:
@@ -263,7 +251,7 @@ def collect_results(values: Iterable[Any], make: Callable[[Any], Any]) -> list[A
     return results
 
 
-def resolve_head(config: Config) -> Heads | None:
+def resolve_head(config: PipelineConfig) -> Heads | None:
     """Return what makes a config's auxiliary heads, None for the usual ones."""
     head = config.method_args.head
     if isinstance(head, str):
@@ -428,20 +416,23 @@ class Placed(NamedTuple):
     pieces: Sequence[Piece] = ()
 
 
-def place_whole(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
-    """Place all stages in this process. `x`: one microbatch of input. Raise `BadInput` if the model
-    has no such stages.
+def place_whole(
+    config: PipelineConfig, method: Method, model: nn.Module, x: Any, take: Take | None
+) -> Placed:
+    """Place all stages in this process. `x`: one microbatch of input; `take`: the part of the
+    model's output that heads stand in for. Raise `BadInput` if the model has no such stages.
     """
     if method.structure is not None:
-        return place_blocks(config, method, model, x)
+        return place_blocks(config, method, model, x, take)
     return Placed(model, partition(model, x, config.stages, one_stage=method.one_stage_reason))
 
 
 def place_blocks(
-    config: Config,
+    config: PipelineConfig,
     method: Method,
     model: nn.Module,
     x: Any,
+    take: Take | None,
     count: int | None = None,
     local_block: int | None = None,
 ) -> Placed:
@@ -455,8 +446,6 @@ def place_blocks(
             "parameters"
         )
         raise BadInput(f"stages.by: time: {why}")
-    # last_layers trains by the model's own output and has no heads
-    take = make_output_selector(config, of_heads=method.structure.layers is None)
     model, part = make_blocks(
         model,
         x,

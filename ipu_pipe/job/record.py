@@ -7,7 +7,7 @@ ipu_pipe/pipeline/build.py builds a job, ipu_pipe/run/build.py a plan.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import Config, PipelineConfig
 from ipu_pipe.config.sections import GIVEN, Given
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data import DataSource
@@ -87,47 +87,34 @@ class ComparedSettings(NamedTuple):
 
 @dataclass
 class Setup:
-    """Model, loss and data of a run on its device, as evaluation needs them.
+    """Model, loss and data on their device, before the model is divided.
 
     `precision`: the dtypes of weights, inputs and updates. `requested_fields`: keys of the batch
     that the loss takes besides labels. `device_kind`: `ipu`, or the type of the training device.
     `pins_memory`: batches are pinned, so that copying them to a GPU does not wait.
-    `initial_weights`: those of `init_from`. `label_range`: the range of allowed labels, if the loss
-    has one. `came_evaluating`: whether the model came in evaluation mode. `loss_weight`: the weight
-    of a microbatch in the mean loss of an update; None if all weigh the same.
+    `label_range`: the range of allowed labels, if the loss has one. `came_evaluating`: whether the
+    model came in evaluation mode. `loss_weight`: the weight of a microbatch in the mean loss of an
+    update; None if all weigh the same.
     """
 
-    config: Config
+    config: PipelineConfig
     model: nn.Module
     loss: Loss
     data: DataSource
     device: torch.device
     precision: ModelPrecision
-    metrics: tuple[Metric, ...]
     requested_fields: tuple[str, ...]
     device_kind: str
     pins_memory: bool
-    initial_weights: InitialWeights | None
     label_range: LabelRange | None
     came_evaluating: bool
     loss_weight: LossWeight | None
 
     @property
     def data_name(self) -> str:
-        """The config's name of the data, or the class of a data source from Python."""
+        """The class of the data source."""
         # of loaders the data set says more than the class that wraps them
-        class_name = type(getattr(self.data, "dataset", self.data)).__name__
-        return class_name if self.config.data.name == GIVEN else self.config.data.name
-
-    @property
-    def validation(self) -> DataSource | None:
-        """The source whose test set is the validation set; None if there is none."""
-        return getattr(self.data, "validation", None)
-
-    @property
-    def watched_split(self) -> str:
-        """The set that evaluations during a run use: `validation` if there is one, else `test`."""
-        return "test" if self.validation is None else "validation"
+        return type(getattr(self.data, "dataset", self.data)).__name__
 
     def split_batch(self, batch: Any) -> tuple[Any, Any]:
         """Return a batch of the data as inputs and labels; a model with its own loss has the labels
@@ -193,6 +180,34 @@ class Setup:
 
 
 @dataclass
+class RunSetup(Setup):
+    """The setup of a config's run, as evaluation needs it.
+
+    `metrics`: of evaluations. `initial_weights`: those of `init_from`.
+    """
+
+    config: Config
+    metrics: tuple[Metric, ...] = ()
+    initial_weights: InitialWeights | None = None
+
+    @property
+    def data_name(self) -> str:
+        """The config's name of the data, or the class of a data source from Python."""
+        name = self.config.data.name
+        return super().data_name if name == GIVEN else name
+
+    @property
+    def validation(self) -> DataSource | None:
+        """The source whose test set is the validation set; None if there is none."""
+        return getattr(self.data, "validation", None)
+
+    @property
+    def watched_split(self) -> str:
+        """The set that evaluations during a run use: `validation` if there is one, else `test`."""
+        return "test" if self.validation is None else "validation"
+
+
+@dataclass
 class Job(Setup):
     """What a pipeline trains, ready to start. Updates are counted from 0.
 
@@ -211,6 +226,10 @@ class Job(Setup):
     for files of every process. On processes, `pieces`: the model cut into its stages. `placement`:
     the device of each stage. `compared`: what ranks compare with each result. `stage_graphs`: of
     the pieces, once a backend that compiles them has traced them (`ipu_pipe.cut.graphs`).
+
+    `traced_updates`: those whose events are recorded. `plateau`: the learning rate that follows
+    evaluations, if one does. On processes, `compiles_modules`: torch.compile each module of a
+    stage; `saves_shards`: each rank saves its own part of a checkpoint.
     """
 
     partition: Partition
@@ -234,6 +253,10 @@ class Job(Setup):
     placement: tuple[int, ...] = ()
     compared: ComparedSettings = ComparedSettings()
     stage_graphs: Sequence[Any] = ()
+    traced_updates: range = range(0)
+    plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
+    compiles_modules: bool = False
+    saves_shards: bool = False
 
     def close(self, updates: int, drains: Sequence[int]) -> Self:
         """Return the job with a schedule that ends after `updates`, and drains after those of
@@ -264,12 +287,6 @@ class Job(Setup):
         """
         rounds = self.method.rounds
         return self.config.replicas if rounds is None else rounds.replicas or len(self.partition)
-
-    @property
-    def traced_updates(self) -> range:
-        """The updates whose events are recorded."""
-        trace = self.config.log.trace
-        return range(0) if trace is None else trace.updates(self.config.gradient_accumulation)
 
     def read_microbatch(self, m: int, replica: int = 0) -> Any:
         """Return microbatch m of a replica as the data source returns it; replicas take turns in an
@@ -364,18 +381,17 @@ class Job(Setup):
 
 
 @dataclass
-class PlannedJob(Job):
+class PlannedJob(RunSetup, Job):
     """The run of a config: a job whose length, stops and learning rates are known before it starts.
 
-    `rate(k)`: the learning rate of update k before the update rules; `plateau`: the one that follows
-    evaluations. `advice`: a line about the learning rate that the method advised. `done`: updates
-    before this start, where the pipeline is empty. `used`: the optimizer and the loss, described.
-    `data_fingerprints`: for record.json.
+    `rate(k)`: the learning rate of update k before the update rules. `advice`: a line about the
+    learning rate that the method advised. `done`: updates before this start, where the pipeline is
+    empty. `used`: the optimizer and the loss, described. `data_fingerprints`: for record.json.
     """
 
+    config: Config
     # a dataclass needs defaults after those of its base
     rate: Callable[[int], float] = lambda k: 0.0
-    plateau: torch.optim.lr_scheduler.ReduceLROnPlateau | None = None
     advice: str = ""
     done: int = 0
     used: Given = Given()
@@ -420,6 +436,11 @@ def _move(
         return value.pin_memory().to(device, non_blocking=True)
     # whole numbers stay what they are: they are labels, or index an embedding
     return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+
+def get_fields(value: Setup, kind: type[Setup]) -> dict[str, Any]:
+    """Return the fields of `kind` that `value` has, as they are."""
+    return {field.name: getattr(value, field.name) for field in fields(kind)}
 
 
 def make_trace_metadata(job: Job) -> dict[str, Any]:

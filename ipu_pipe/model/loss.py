@@ -131,6 +131,14 @@ class SumOfLosses:
         )
 
 
+def wrap_loss(plain: Callable[..., torch.Tensor], take: Take | None = None) -> Loss:
+    """Return a loss that a user wrote as a loss of what `take` selects, with the fields of the
+    batch that it asks for. Raise `BadInput` if it asks for something that it cannot be given.
+    """
+    asks = list_requested_fields(plain)
+    return plain if take is None and not asks else LossOfOutput(plain, take, asks)
+
+
 def get_block_loss(loss: Loss) -> Loss:
     """Return the loss of one output: that of each block, if the blocks of a model have losses of
     their own.

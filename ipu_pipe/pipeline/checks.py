@@ -4,7 +4,6 @@ conflicting settings.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Mapping, Sequence
 
 import torch
@@ -15,11 +14,9 @@ from ipu_pipe.backends.features import list_lacking
 from ipu_pipe.backends.table import get_backend
 from ipu_pipe.config.backend_facts import BACKEND_FACTS
 from ipu_pipe.errors import BadInput, raise_faults, summarize
-from ipu_pipe.job.evaluation import load_test_batches
-from ipu_pipe.job.metrics import DEFAULT
 from ipu_pipe.job.record import Job, Setup
-from ipu_pipe.model.batch import call_model, count_samples, describe_tensors
-from ipu_pipe.model.devices import DeviceKind, fork_random, get_kind, list_accelerators
+from ipu_pipe.model.batch import call_model, describe_tensors
+from ipu_pipe.model.devices import DeviceKind, get_kind, list_accelerators
 from ipu_pipe.model.loss import (
     SCORES,
     Loss,
@@ -37,7 +34,7 @@ from ipu_pipe.model.loss import (
 from ipu_pipe.model.observation import Observation, observe_training
 from ipu_pipe.model.precision import get_uncast_loss, get_user_loss
 from ipu_pipe.model.randomness import find_unkeyed_draws
-from ipu_pipe.model.restoring import restore_all, restore_function
+from ipu_pipe.model.restoring import restore_function
 from ipu_pipe.plan.config_cut import list_shortages
 from ipu_pipe.refusals import NONE, OWN_LOSS, Argument, Words, name_key
 from ipu_pipe.text import describe_kind, find_alias, list_some, show
@@ -295,10 +292,9 @@ def check_modules(model: nn.Module, loss: Any, device: torch.device) -> None:
 
 
 def check_model(setup: Setup, example: tuple[Any, Any], labels: Any) -> Observation:
-    """Run a training pass of a microbatch, and the metrics on a batch of the test set; return the
-    observation of the pass.
+    """Run a training pass of a microbatch, and return its observation.
 
-    Raise `BadInput` if the model does not fit the data, the loss or the metrics, or cannot learn.
+    Raise `BadInput` if the model does not fit the data or the loss, or cannot learn.
     `labels`: the example's labels on the CPU, with values even if the example is on the meta
     device. The labels that the loss allows go to `setup.label_range`.
     """
@@ -357,7 +353,6 @@ def check_model(setup: Setup, example: tuple[Any, Any], labels: Any) -> Observat
         raise BadInput(
             "loss: depends on no parameter of the model that needs a gradient: nothing to train"
         )
-    _try_metrics(setup)
     return seen
 
 
@@ -393,31 +388,3 @@ def _explain_failure(
         else ""
     )
     return f"model: it fails on a microbatch of shape {describe_tensors(x)}{labelled}: {error}"
-
-
-def _try_metrics(setup: Setup) -> None:
-    """Run the metrics on a batch of the test set before anything is written. Raise `BadInput` if
-    one fails.
-    """
-    # the library's accuracy cannot fail: it is None for labels that have none
-    metrics = [metric for metric in setup.metrics if metric not in DEFAULT]
-    if not metrics or setup.device.type == "meta":
-        return
-    # the numbers of a run must not depend on whether it has metrics
-    with fork_random(setup.device), torch.no_grad(), restore_all(setup.model):
-        setup.model.eval()
-        # a loop, since a data source may have no test set
-        for x, labels in itertools.islice(load_test_batches(setup), 1):
-            scores = take_scores(setup.loss, call_model(setup.model, x))
-            y = get_labels(labels)
-            for metric in metrics:
-                try:
-                    metric.make_sums().add(scores, y, count_samples(x))
-                except BadInput:
-                    raise
-                # the user's metric may raise anything
-                except Exception as error:
-                    kinds = f"{describe_output(scores)} and labels {describe_tensors(y)}"
-                    raise BadInput(
-                        f"metrics: {metric.name}: fails on {kinds}: {summarize(error)}"
-                    ) from error

@@ -36,16 +36,17 @@ from ipu_pipe.backends.processes.agreement import compare_inputs, compare_settin
 from ipu_pipe.backends.processes.lost_ranks import CallRecord, LostRank
 from ipu_pipe.backends.ranks import are_joined, gather_objects, run_on_main
 from ipu_pipe.backends.table import launch
-from ipu_pipe.config.load import configure
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.load import configure_pipeline
+from ipu_pipe.config.schema import PipelineConfig
 from ipu_pipe.errors import BadInput, Divergence, RunFault, locate_faults, raise_faults, say_in
+from ipu_pipe.job.factories import make_loss_weight
 from ipu_pipe.job.metrics import make_metrics
-from ipu_pipe.job.overrides import Overrides
-from ipu_pipe.job.record import Job, Length
+from ipu_pipe.job.record import Job
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.local.blocks import HEADS, get_blocks
 from ipu_pipe.model.batch import count_samples, map_tensors
 from ipu_pipe.model.devices import get_kind, read_autocast
+from ipu_pipe.model.loss import OwnLoss, wrap_loss
 from ipu_pipe.model.modes import describe_modes
 from ipu_pipe.model.precision import export_loss
 from ipu_pipe.model.randomness import restore_random_states
@@ -76,7 +77,7 @@ from ipu_pipe.pipeline.batches import (
     take_pairs,
     unwrap,
 )
-from ipu_pipe.pipeline.build import Rates, Resolved, assemble, resolve, set_up
+from ipu_pipe.pipeline.build import LoopClient, build_job, make_setup, set_process_state
 from ipu_pipe.pipeline.checks import find_rule_faults, require_device
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView, explain_closure
@@ -104,7 +105,7 @@ from ipu_pipe.pipeline.state import (
     select_averages,
     take_back,
 )
-from ipu_pipe.pipeline.trace import PipelineTrace, make_trace_section, write_trace
+from ipu_pipe.pipeline.trace import PipelineTrace, choose_traced_updates, write_trace
 from ipu_pipe.pipeline.turns import Turns, take_turn
 from ipu_pipe.refusals import Language
 from ipu_pipe.replay.work import require_finite
@@ -330,15 +331,9 @@ class Pipeline:
             "backend": make_backend_section(model, backend, device, deadline, backend_args),
             "hardware": hardware,
             "allow_nonfinite": allow_nonfinite,
-            "loss": "model" if loss is None else None,
             "loss_weight": loss_weight if isinstance(loss_weight, str) else None,
             "clip": make_clip_section(clip, method),
             "ema": None if ema is None else {"decay": ema},
-            # evaluating, saving and logging are the loop's own
-            "evaluate": {"every": 0},
-            "checkpoint": None,
-            "metrics": [],
-            "log": {"trace": make_trace_section(trace), "tensorboard": False},
         }
         asked = {"warmup": warmup, "heads": heads, "by_stage": by_stage}
         with say_in(Language.PYTHON):
@@ -351,6 +346,8 @@ class Pipeline:
                 require_device(kind.name)
             self._column = self._join(process_group, data_group, asked)
             require_current_gpu(model, device)
+        accumulate = self._config.gradient_accumulation
+        self._traced_updates = choose_traced_updates(trace, accumulate)
         self._example = example
         self._loss_weight = loss_weight
         self._prepare_stage = prepare_stage
@@ -1062,14 +1059,6 @@ class Pipeline:
                 "to the pipeline"
             )
         self._data = GivenBatches(Microbatch(x, y), passes_whole=self._loss is None)
-        objects = Overrides(
-            model=self.model,
-            data=self._data,
-            loss=self._loss,
-            # a function of groups: the caller's own optimizer never steps
-            optimizer=self._handle.copy_for,
-            loss_weight=self._loss_weight,
-        )
         config = self._config.model_copy(update={"micro_batch_size": count_samples(x)})
         if self._loaded is not None:
             # before the model is converted
@@ -1097,14 +1086,15 @@ class Pipeline:
                 # later ones are compared with each result
                 if not self._modes:
                     compare_settings(self._handle.describe_settings())
-                setup = set_up(objects.describe_in(config), **objects._asdict())
+                set_process_state(config, torch.device(device))
+                loss = OwnLoss() if self._loss is None else wrap_loss(self._loss)
+                client = LoopClient(self._handle, self._prepare_stage, self._traced_updates)
+                weight = make_loss_weight(self._loss_weight, loss)
+                where = torch.device(device)
+                setup = make_setup(config, self.model, self._data, loss, weight, where, client)
                 # with its values, since a conversion to fewer bits loses some
                 undo.callback(setup.precision.give_back)
-                resolved = resolve(setup, objects, Length(), self._handle, self._prepare_stage)
-                job = assemble(resolved, Length(), self._make_rates(resolved))
-                # randomized methods count a stage's own updates, not the batches of the settings
-                if job.method.history is None:
-                    job.compared = self._handle.compared
+                job = build_job(setup, client)
                 job.rules.after_update = self._call_back
                 if job.traced_updates:
                     # one built anew goes on with the events of the earlier one
@@ -1145,14 +1135,6 @@ class Pipeline:
                     optimizer.state[p]
         objects = Objects(self.model, optimizer, self._loss)
         return Seam(backend, objects, looks_at)
-
-    def _make_rates(self, resolved: Resolved) -> Rates:
-        """Return the rates of an optimizer whose groups have the settings of the caller's at each
-        step.
-        """
-        first_group = resolved.full_optimizer.param_groups[0]
-        settings = self._handle.get_settings
-        return Rates(0.0, lambda k: float(settings(k, first_group)["lr"]), None, settings)
 
     def _describe_layout(self, job: Job) -> dict[str, Any]:
         """Return the place of this rank and of all stages, by which its part of a state is
@@ -1693,7 +1675,7 @@ def _configure(
     microbatches: int | None,
     stage_count: int | None,
     asked: Mapping[str, Any],
-) -> tuple[Config, Method]:
+) -> tuple[PipelineConfig, Method]:
     """Return the config of `keys` and its method. Raise `BadInput` for a method that a loop cannot
     have, or that does not fit the `heads` and the settings `by_stage` that were `asked` for.
     """
@@ -1701,9 +1683,9 @@ def _configure(
     by_stage = asked["by_stage"]
     if microbatches is None:
         # checks the method's name before its default is looked up
-        configure(**keys)
+        configure_pipeline(**keys)
         microbatches = _choose_microbatches(keys["method"], keys["method_args"], stage_count)
-    config = configure(gradient_accumulation=microbatches, **keys)
+    config = configure_pipeline(gradient_accumulation=microbatches, **keys)
     method = resolve_method(config.method, config.method_settings())
     if heads is not None and method.structure is None:
         raise BadInput(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from ipu_pipe.backends.interface import Engine
+from ipu_pipe.config.sections import TraceConfig
 from ipu_pipe.errors import BadInput
 from ipu_pipe.job.record import Job
 from ipu_pipe.report.analysis.analyze import read_and_analyze
@@ -41,17 +41,19 @@ class PipelineTrace:
         return f'<iframe title="trace" srcdoc="{page}" style="width:100%;height:{HEIGHT}px;border:0"></iframe>'
 
 
-def make_trace_section(trace: range | bool | None) -> dict[str, Any] | None:
-    """Return the section `log.trace` of a config for the updates to record; None for none."""
+def choose_traced_updates(trace: range | bool | None, accumulate: int) -> range:
+    """Return the updates to record, of `accumulate` microbatches each. Raise `BadInput` unless
+    `trace` is a bool, None or a range.
+    """
     if trace is None or trace is False:
-        return None
+        return range(0)
     if trace is True:
-        return {}
+        return TraceConfig().updates(accumulate)
     if not isinstance(trace, range) or not trace or trace.start < 0 or trace.step < 1:
         raise BadInput(
             f"trace: {trace!r}: must be True, or a range of updates such as range(10, 20)"
         )
-    return {"begin": trace.start, "end": trace.stop, "every": trace.step}
+    return trace
 
 
 def write_trace(job: Job, engine: Engine, folder: Path) -> PipelineTrace | None:

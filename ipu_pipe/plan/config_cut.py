@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Sequence
 import numpy as np
 from torch import nn
 
-from ipu_pipe.config.schema import Config, import_outer
+from ipu_pipe.config.schema import PipelineConfig, import_outer
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.hardware.description import Hardware, read_hardware
 from ipu_pipe.hardware.model_units import FEW, count_units
@@ -34,29 +34,29 @@ from ipu_pipe.plan.prediction import Prediction, Problem, predict_fastest
 from ipu_pipe.schedule.methods import METHODS, Method, Timeline, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.text import format_bytes
-from ipu_pipe.update.optimizer import count_moments
+from ipu_pipe.update.optimizer import count_most_moments
 
 
 def make_problem(
-    config: Config,
+    config: PipelineConfig,
     units: Sequence[Unit],
     entering: float,
     hardware: Hardware,
+    moments: int,
     *,
     memory: float | None = None,
     precision: str | None = None,
 ) -> Problem:
     """Return the planning problem of a config's model.
 
-    `entering`: bytes of a sample that enter the first unit. `memory`: usable bytes of a device,
+    `entering`: bytes of a sample that enter the first unit. `moments`: the tensors of a weight's
+    shape that the optimizer keeps. `memory`: usable bytes of a device,
     instead of the hardware's. `precision`: instead of the config's. Raise `BadInput` if the
     hardware has no rate for the precision.
     """
     precision = precision or config.precision
     # raises `BadInput` without a rate
     hardware.find_rate(precision)
-    # a stage may get any of the optimizers, so the one that keeps most is assumed for all
-    moments = max(count_moments(one.name, one.settings()) for one in config.optimizer.members)
     # the batch was counted beside the model as it is here; a run has the numbers of its precision
     scale = PRECISIONS[precision].data / units[0].number_bytes
     usable = hardware.device.usable_bytes if memory is None else memory
@@ -68,7 +68,7 @@ def make_problem(
     )
 
 
-def make_candidate(config: Config, depth: int) -> Candidate:
+def make_candidate(config: PipelineConfig, depth: int) -> Candidate:
     """Return the config as a candidate on `depth` devices."""
     row = METHODS[config.method]
     schedule = config.method_args.schedule
@@ -86,11 +86,12 @@ def make_candidate(config: Config, depth: int) -> Candidate:
 
 
 def choose_stages(
-    config: Config,
+    config: PipelineConfig,
     method: Method,
     model: nn.Module,
     loss: Loss,
     example: tuple[Any, Any],
+    moments: int,
     processes: int | None = None,
 ) -> list[str]:
     """Return the modules at which stages 1 and later begin, for a config whose `stages` leave them
@@ -140,7 +141,7 @@ def choose_stages(
                 f"stage may begin"
             )
     else:
-        starts = _cut_by_times(config, method, units, blocks, x, stages_text, count)
+        starts = _cut_by_times(config, method, units, blocks, x, moments, stages_text, count)
     return [units[start].name for start in starts[1:]]
 
 
@@ -175,7 +176,7 @@ def _explain_unplanned(method: Method, hardware: Any) -> str | None:
 
 
 def _count_blocks(
-    config: Config, method: Method, model: nn.Module, x: Any, units: Sequence[Unit]
+    config: PipelineConfig, method: Method, model: nn.Module, x: Any, units: Sequence[Unit]
 ) -> BlockUnits | None:
     """Return the additional costs of blocks with their own losses and the config's heads, None if
     the method has no blocks.
@@ -216,11 +217,12 @@ def _sum_flops(unit: Unit) -> float:
 
 
 def _cut_by_times(
-    config: Config,
+    config: PipelineConfig,
     method: Method,
     units: Sequence[Unit],
     blocks: BlockUnits | None,
     x: Any,
+    moments: int,
     stages_text: str,
     count: int | None,
 ) -> Sequence[int]:
@@ -232,7 +234,8 @@ def _cut_by_times(
             f"replicas: {width}: stages: {stages_text}: hardware {hardware.name} has "
             f"{hardware.devices} devices"
         )
-    problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
+    problem = make_problem(config, units, _count_sample_bytes(x), hardware, moments)
+    problem = replace(problem, blocks=blocks)
     stages_per_device = method.stages_per_device
     if count is not None and count <= len(units):
         shortage = _explain_shortage(config, hardware, count, stages_per_device)
@@ -274,7 +277,7 @@ def _cut_by_times(
     )
 
 
-def _can_run(config: Config, method: Method, stages: int) -> bool:
+def _can_run(config: PipelineConfig, method: Method, stages: int) -> bool:
     """Return whether the method and the backend would run the config on `stages` stages."""
     try:
         make_schedule(method, stages, config.gradient_accumulation, config.gradient_accumulation)
@@ -297,7 +300,7 @@ class ConfigCut(NamedTuple):
 
 
 def _explain_shortage(
-    config: Config, hardware: Hardware, stages: int, stages_per_device: int
+    config: PipelineConfig, hardware: Hardware, stages: int, stages_per_device: int
 ) -> str | None:
     """Return the fault of a config whose stages and replicas need more devices than the hardware
     has; None if they fit.
@@ -338,7 +341,7 @@ def list_shortages(job: Job) -> list[str]:
     return [] if shortage is None else [shortage]
 
 
-def list_counted_shortages(config: Config) -> list[str]:
+def list_counted_shortages(config: PipelineConfig) -> list[str]:
     """Return the fault of `list_shortages` before a model is made, for a config that counts its
     stages; [] if the stages must be made first.
     """
@@ -373,7 +376,10 @@ def predict_config_cut(job: Job) -> ConfigCut:
     loss = get_block_loss(job.loss)
     units = count_units(model, take_samples(x, FEW), begins, loss, take_samples(y, FEW)).units
     blocks = _count_blocks(config, job.method, model, x, units)
-    problem = replace(make_problem(config, units, _count_sample_bytes(x), hardware), blocks=blocks)
+    problem = make_problem(
+        config, units, _count_sample_bytes(x), hardware, count_most_moments(job.full_optimizer)
+    )
+    problem = replace(problem, blocks=blocks)
     names = [unit.name for unit in units]
     prediction = predict_fastest(
         problem, make_candidate(config, depth), [0, *map(names.index, begins)]

@@ -1,6 +1,6 @@
 """Train a config by a loop over the pipeline, and use the run that is left.
 
-build       the run of a config, with its length and stops: `build`
+setup, build  what a config gives its pipeline: `set_up`; the run, with its length and stops: `build`
 train       starts or resumes a run: `train`, `check`, `evaluate_checkpoint`
 loop        updates, evaluations, checkpoints and callbacks: `TrainingLoop`
 callbacks   the user's own code in a run: `Callback`, `Moment`, `Stop`, `EarlyStopping`

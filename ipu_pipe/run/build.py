@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from dataclasses import fields
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,16 +19,26 @@ from ipu_pipe.data import DataSource
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.factories import make_scheduler
 from ipu_pipe.job.metrics import prefers_greater
-from ipu_pipe.job.overrides import Overrides, describe, describe_optimizer
-from ipu_pipe.job.record import Job, Length, PlannedJob
+from ipu_pipe.job.overrides import Overrides, describe, describe_given, describe_optimizer
+from ipu_pipe.job.record import Job, Length, PlannedJob, RunSetup, Setup, get_fields
 from ipu_pipe.job.user_code import attribute_faults
 from ipu_pipe.model.loss import Loss, OwnLoss, get_plain_loss
 from ipu_pipe.model.precision import get_uncast_loss
 from ipu_pipe.model.restoring import record_modes
-from ipu_pipe.pipeline.build import Rates, Resolved, assemble, name_microbatches, resolve, set_up
+from ipu_pipe.pipeline.build import Rates, Terms, build_job, name_microbatches
+from ipu_pipe.run.setup import ConfigClient
 from ipu_pipe.schedule.methods import METHODS, Method, resolve_method
 from ipu_pipe.text import describe_kind
-from ipu_pipe.update.rates import get_present_rate, make_plateau, make_rate, simulate_scheduler
+from ipu_pipe.update.rates import (
+    choose_anneal_updates,
+    get_present_rate,
+    make_plateau,
+    make_rate,
+    simulate_scheduler,
+)
+
+# which decide when a run stops
+STOP_KEYS = "evaluate.steps, evaluate.every, checkpoint.every, steps, epochs"
 
 
 def build(
@@ -52,55 +61,77 @@ def build(
     with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
         if model is not None:
             undo.callback(record_modes(model))
-        setup = set_up(
-            objects.describe_in(config), done=done, by_shape=by_shape, **objects._asdict()
-        )
+        client = RunClient(objects.describe_in(config), objects, done, by_shape)
+        setup = client.set_up()
         undo.callback(setup.precision.give_back)
         # counted first: a run that is too long to be planned is refused before its model is cut
-        resolved = resolve(setup, objects, count_updates(setup.config, setup.data))
-        plan = _plan(resolved, objects, done)
+        client.updates_per_epoch = count_updates(
+            client.complete(setup).config, setup.data
+        ).per_epoch
+        plan = client.plan(build_job(setup, client))
         # only a run that is refused leaves the model as it was
         undo.pop_all()
     return plan
 
 
-def _plan(resolved: Resolved, objects: Overrides, done: int) -> PlannedJob:
-    """Return the plan of a resolved run of a config. Raise `BadInput` for its faults."""
-    setup = resolved.setup
-    config = setup.config
-    # LocalSGD's replicas, by default one a stage, are known now
-    length = count_updates(config, setup.data)
-    rates = _make_rates(config, objects, resolved.full_optimizer, length)
-    stops = list_stops(config, length, done)
-    job = assemble(
-        resolved,
-        length,
-        rates,
-        # those are of the config's optimizer, which the given one replaces
-        () if objects.optimizer is not None else config.optimizer_faults(),
-        find_run_faults(
-            config,
-            resolved.method,
-            len(resolved.placed.partition),
-            length.per_epoch,
-            [*stops, length.updates],
-        ),
-    )
-    with name_microbatches():
-        closed = job.close(length.updates, stops)
-    loss = get_uncast_loss(get_plain_loss(setup.loss))
-    return PlannedJob(
-        # not by asdict, which would copy the model
-        **{field.name: getattr(closed, field.name) for field in fields(Job)},
-        rate=rates.rate,
-        plateau=rates.plateau,
-        advice=resolved.advice,
-        done=done,
-        used=Given(
-            optimizer=describe_optimizer(resolved.full_optimizer),
-            loss=Description(name=OWN) if isinstance(loss, OwnLoss) else describe(loss),
-        ),
-    )
+class RunClient(ConfigClient):
+    """The run of a config with its length and its stops."""
+
+    def __init__(self, config: Config, objects: Overrides, done: int, by_shape: bool) -> None:
+        super().__init__(config, objects, done, by_shape)
+        self._done = done
+        self._stops: Sequence[int] = ()
+        self._rate: Callable[[int], float] = lambda k: 0.0
+
+    def make_terms(
+        self, setup: Setup, method: Method, stages: int, optimizer: torch.optim.Optimizer
+    ) -> Terms:
+        """Return the length and the learning rates of the run, and its faults."""
+        is_given = self._objects.optimizer is not None
+        if is_given:
+            described = describe_given(self._config, {"optimizer": describe_optimizer(optimizer)})
+            self.changes["given"] = described.given
+        config = self.complete(setup).config
+        # LocalSGD's replicas, by default one a stage, are known now
+        length = count_updates(config, setup.data)
+        rates = _make_rates(config, self._objects, optimizer, length)
+        self._rate = rates.rate
+        self._stops = list_stops(config, length, self._done)
+        ends = [*self._stops, length.updates]
+        trace = config.log.trace
+        accumulate = config.gradient_accumulation
+        return Terms(
+            rates,
+            length,
+            _choose_anneal_updates(config, length),
+            # those are of the config's optimizer, which the given one replaces
+            () if is_given else config.optimizer_faults(),
+            find_run_faults(config, method, stages, length.per_epoch, ends),
+            {
+                "traced_updates": range(0) if trace is None else trace.updates(accumulate),
+                "compiles_modules": config.model.compile,
+                "saves_shards": config.checkpoint is not None
+                and config.checkpoint.format == "sharded",
+            },
+        )
+
+    def plan(self, job: Job) -> PlannedJob:
+        """Return the run of the job."""
+        with name_microbatches():
+            closed = job.close(job.updates, self._stops)
+        loss = get_uncast_loss(get_plain_loss(job.loss))
+        setup = self.complete(job)
+        return PlannedJob(
+            # not by asdict, which would copy the model
+            **{**get_fields(closed, Job), **get_fields(setup, RunSetup)},
+            rate=self._rate,
+            advice=self.advice,
+            done=self._done,
+            used=Given(
+                optimizer=describe_optimizer(job.full_optimizer),
+                loss=Description(name=OWN) if isinstance(loss, OwnLoss) else describe(loss),
+            ),
+        )
 
 
 # ---- the length of a run, and its stops
@@ -195,31 +226,41 @@ def find_run_faults(
     rounds = method.rounds
     is_plateau = config.lr_schedule.name == "plateau"
     is_sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
-    # every stop is a multiple of it
-    interval = 1
-    if rounds is not None and rounds.outer is not None:
-        interval = rounds.interval(stages)
-    unsynchronized = next((k for k in stops if k % interval), None)
-    counts = config.method_settings().get("block_accumulation", ())
-    every, unapplied = next(((n, k) for n in counts for k in stops if k % n), (0, 0))
     faults = {
         f"checkpoint.format: sharded: needs torch 2.4 or later, this is {torch.__version__}: must "
         f"be single": is_sharded and read_torch_version() < (2, 4),
         "lr_schedule.name: plateau: follows evaluations, and this run has no interval: set "
         "evaluate.every or evaluate.steps": is_plateau and not config.evaluate.interval(per_epoch),
-        f"method_args.outer: an evaluation, a checkpoint or the end comes after {unsynchronized} "
-        f"steps, it must come after a "
-        f"multiple of {interval}, when replicas synchronize (evaluate.steps, evaluate.every, "
-        f"checkpoint.every, steps)": unsynchronized is not None,
-        f"method_args.block_accumulation: {every}: an evaluation or checkpoint comes after "
-        f"{unapplied} updates, it "
-        "must come after a multiple, when no gathered gradient is left (evaluate.every, "
-        "checkpoint.every, steps)": every,
     }
+    # of (key, the number of which every stop must be a multiple, why)
+    rows = [
+        (f"method_args.block_accumulation: {count}", count, "when no gathered gradient is left")
+        for count in config.method_settings().get("block_accumulation", ())
+    ]
+    calls = config.updates_per_call
+    rows.append((f"backend.ipu.device_iterations: {calls}", calls, "the updates of a call"))
+    if rounds is not None and rounds.outer is not None:
+        interval = rounds.interval(stages)
+        rows.append(("method_args.outer", interval, "when replicas synchronize"))
+    for key, every, why in rows:
+        early = next((k for k in stops if k % every), None)
+        where = f"{key}: an evaluation, a checkpoint or the end comes after {early} updates"
+        remedy = f"must come after a multiple of {every}, {why} ({STOP_KEYS})"
+        faults[f"{where}: {remedy}"] = early is not None
     return [fault for fault, applies in faults.items() if applies]
 
 
 # ---- learning rates
+
+
+def _choose_anneal_updates(config: Config, length: Length) -> int:
+    """Return T1's K by default, from the learning-rate schedule."""
+    lr_schedule = config.lr_schedule
+    first_milestone = None
+    if lr_schedule.milestones and length.per_epoch:
+        first_milestone = round(min(lr_schedule.milestones) * length.per_epoch)
+    updates = lr_schedule.total_steps or length.updates
+    return choose_anneal_updates(first_milestone, lr_schedule.warmup_steps, updates)
 
 
 def _make_rates(

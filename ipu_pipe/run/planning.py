@@ -27,10 +27,10 @@ from ipu_pipe.hardware.description import read_hardware
 from ipu_pipe.hardware.model_units import CountedUnits, count_units, measure_units
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.job.factories import (
+    count_config_moments,
     make_data,
     make_loss,
     make_model,
-    make_output_selector,
     resolve_head,
 )
 from ipu_pipe.job.overrides import Overrides
@@ -43,7 +43,7 @@ from ipu_pipe.model.batch import (
     take_samples,
 )
 from ipu_pipe.model.meta import build_on_meta, compute_on_meta
-from ipu_pipe.pipeline.build import choose_batch_size, set_up
+from ipu_pipe.pipeline.build import get_take_of_heads
 from ipu_pipe.plan.answer import convert_to_json
 from ipu_pipe.plan.blocks import BlockUnits, count_blocks
 from ipu_pipe.plan.candidates import choose_methods
@@ -52,6 +52,7 @@ from ipu_pipe.plan.planner import SHOWN, make_plan
 from ipu_pipe.plan.prediction import Problem
 from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import make_callbacks, require_supported_callbacks
+from ipu_pipe.run.setup import choose_batch_size, set_up
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.text import suggest
 
@@ -144,7 +145,11 @@ def count_config_units(config: Config, measured: bool = False, blocks: bool = Fa
     if not blocks:
         return ConfigUnits(costed, entering, samples)
     counted = count_blocks(
-        model, x, costed.units, resolve_head(config), make_output_selector(config, of_heads=True)
+        model,
+        x,
+        costed.units,
+        resolve_head(config),
+        get_take_of_heads(make_loss(config, Overrides()), config.method),
     )
     return ConfigUnits(costed, entering, samples, counted)
 
@@ -272,7 +277,13 @@ def make_planning_problem(
         config, is_this if request.measure is None else request.measure, of_blocks
     )
     problem = make_problem(
-        config, costed.units, entering, described, memory=usable, precision=precision
+        config,
+        costed.units,
+        entering,
+        described,
+        count_config_moments(config),
+        memory=usable,
+        precision=precision,
     )
     greatest = request.batch or samples * config.gradient_accumulation * config.replicas
     return PlanningProblem(replace(problem, blocks=blocks), chosen, greatest, costed.how)

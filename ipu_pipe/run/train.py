@@ -26,7 +26,6 @@ from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
-from ipu_pipe.pipeline.build import set_up
 from ipu_pipe.pipeline.optimizer import MODES, OptimizerHandle
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run.build import build
@@ -34,6 +33,7 @@ from ipu_pipe.run.callbacks import Callback, make_callbacks, require_supported_c
 from ipu_pipe.run.loop import TrainingLoop
 from ipu_pipe.run.progress import Progress
 from ipu_pipe.run.resume import check_run, choose_step, read_data_record
+from ipu_pipe.run.setup import set_up
 from ipu_pipe.store import checkpoint
 from ipu_pipe.store.folder import (
     check_folder,

@@ -383,6 +383,11 @@ def count_moments(kind: str, settings: Mapping[str, Any]) -> int:
     return MOST_MOMENTS + int(bool(settings.get("amsgrad")))
 
 
+def count_most_moments(optimizer: torch.optim.Optimizer) -> int:
+    """Return the greatest `count_moments` of an optimizer's groups: a stage may have any of them."""
+    return max(count_moments(get_kind(optimizer, group), group) for group in optimizer.param_groups)
+
+
 def make_factory_by_group(factories: Sequence[OptimizerFactory]) -> OptimizerFactory:
     """Return a function that makes one optimizer from parameter groups: factory i makes the part
     for the groups of member i.

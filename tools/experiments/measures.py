@@ -29,7 +29,7 @@ from ipu_pipe.config.values import Count, Section
 from ipu_pipe.data import TensorData
 from ipu_pipe.errors import BadInput, Divergence
 from ipu_pipe.job.evaluation import evaluate
-from ipu_pipe.job.record import Job
+from ipu_pipe.job.record import Job, PlannedJob
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import call_model, clone_tensors, get_first_tensor
 from ipu_pipe.model.loss import Loss, compute_losses
@@ -229,7 +229,7 @@ def measure_filters(config: Config, out: Path, options: MeasureOptions, overwrit
 # ---- measures that read the model of a run on the emulator
 
 
-def build_emulated(config: Config) -> Job:
+def build_emulated(config: Config) -> PlannedJob:
     """Build a run for a measure that reads its model between updates."""
     if not config.backend.facts.emulates:
         raise BadInput(f"backend.name: {config.backend.name}: is measured on the emulator")

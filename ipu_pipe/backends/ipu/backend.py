@@ -33,7 +33,7 @@ from ipu_pipe.backends.ipu.sdk import predict_refusals
 from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.backends.ipu.wrapping import copy_body
 from ipu_pipe.backends.ranks import is_distributed
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import PipelineConfig
 from ipu_pipe.cut.loss_verification import (
     LossStage,
     LossTrial,
@@ -62,7 +62,7 @@ MISSING = (
 )
 
 
-def start(config: Config, asked: Mapping[str, object]) -> None:
+def start(config: PipelineConfig, asked: Mapping[str, object]) -> None:
     """Set the environment variables that PopTorch and Poplar read, import PopTorch, and join other
     processes.
 

@@ -20,7 +20,7 @@ from ipu_pipe.backends.ipu.placement import (
     read_poprun_share,
     round_up_ipus,
 )
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import Config, PipelineConfig
 from ipu_pipe.config.values import Case
 from ipu_pipe.refusals import FALSE, NONE, Argument, name_key, show_value
 from ipu_pipe.schedule.methods import Method
@@ -38,7 +38,7 @@ LOCATIONS = [name for name in TABLE["options"]["TensorLocations"] if name.starts
 IPUS = name_key("backend.ipu.ipus")
 
 
-def describe_cases(config: Config, cases: Iterable[Case]) -> list[str]:
+def describe_cases(config: PipelineConfig, cases: Iterable[Case]) -> list[str]:
     """Return `key: value: reason` of the cases that apply; a key that begins with `ipu.` means
     backend.ipu.
     """
@@ -72,7 +72,7 @@ def check_method(method: Method) -> list[str]:
     ]
 
 
-def check_config(config: Config, method: Method) -> list[str]:
+def check_config(config: PipelineConfig, method: Method) -> list[str]:
     """Return why IPUs cannot run a config of backend poptorch whose method is resolved, before
     model and data are made.
     """
@@ -92,7 +92,25 @@ def check_config(config: Config, method: Method) -> list[str]:
     return faults
 
 
-def _list_option_cases(config: Config) -> Iterator[Case]:
+def list_run_faults(config: Config) -> list[str]:
+    """Return why IPUs cannot run what a config says of its optimizer and its checkpoints."""
+    why = f"PopTorch gets one optimizer with the same settings on all stages: must be {NONE}"
+    groups = config.optimizer.groups
+    is_sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
+    has_several_processes = config.ipu.local == "decoupled" or is_under_poprun()
+    cases = [
+        Case(groups, "optimizer.groups", why, f"{len(groups)} with optimizers of their own"),
+        Case(config.optimizer.by_stage, "optimizer.by_stage", why),
+        Case(
+            is_sharded and has_several_processes,
+            "checkpoint.format",
+            "the first process writes the whole checkpoint: must be single",
+        ),
+    ]
+    return describe_cases(config, cases)
+
+
+def _list_option_cases(config: PipelineConfig) -> Iterator[Case]:
     """Yield the cases of options that do not fit together."""
     ipu = config.ipu
     clip = config.clip
@@ -100,21 +118,10 @@ def _list_option_cases(config: Config) -> Iterator[Case]:
     yield Case(config.precision not in PRECISIONS, "precision", why)
     why = "poptorch's host is the CPU: must be cpu"
     yield Case(config.backend.device != "cpu", "backend.device", why)
-    why = f"PopTorch gets one optimizer with the same settings on all stages: must be {NONE}"
-    groups = config.optimizer.groups
-    yield Case(groups, "optimizer.groups", why, f"{len(groups)} with optimizers of their own")
-    yield Case(config.optimizer.by_stage, "optimizer.by_stage", why)
     why = "PopTorch clips by the global norm (max_grad_norm): must be global"
     yield Case(clip and clip.scope != "global", "clip.scope", why)
     why = f"contradicts {name_key('backend.ipu.recomputation')} none"
     yield Case(config.recompute and ipu.recomputation == "none", "recompute", why)
-    for key, every in (("steps", config.steps), ("checkpoint.every", config.checkpoint_every)):
-        why = f"the updates of a call: must divide {key} {every}"
-        yield Case(every and every % ipu.device_iterations, "ipu.device_iterations", why)
-    is_sharded = config.checkpoint is not None and config.checkpoint.format == "sharded"
-    why = "the first process writes the whole checkpoint: must be single"
-    has_several_processes = ipu.local == "decoupled" or is_under_poprun()
-    yield Case(is_sharded and has_several_processes, "checkpoint.format", why)
     why = "must be one number with setAutomaticLossScaling, which chooses it"
     is_automatic = ipu.options.Training.setAutomaticLossScaling
     yield Case(is_automatic and ipu.changes_loss_scaling, "ipu.loss_scaling", why)
@@ -129,7 +136,7 @@ def _list_option_cases(config: Config) -> Iterator[Case]:
     yield Case(ipu.ipu_ids and is_under_poprun(), "ipu.ipu_ids", why)
 
 
-def _list_location_cases(config: Config) -> Iterator[Case]:
+def _list_location_cases(config: PipelineConfig) -> Iterator[Case]:
     """Yield the cases of options that PopTorch would ignore, of optimizer state and I/O tiles."""
     ipu = config.ipu
     locations = ipu.options.TensorLocations
@@ -146,7 +153,7 @@ def _list_location_cases(config: Config) -> Iterator[Case]:
             yield Case(uses_tiles, f"{TENSOR_LOCATIONS}.{name}.{key}", why)
 
 
-def _list_sharding_cases(config: Config, replicas: int) -> Iterator[Case]:
+def _list_sharding_cases(config: PipelineConfig, replicas: int) -> Iterator[Case]:
     """Yield the tensors that PopTorch would not shard, because this process has one replica."""
     for name in LOCATIONS if replicas == 1 else ():
         key = f"{TENSOR_LOCATIONS}.{name}.useReplicatedTensorSharding"
@@ -158,7 +165,7 @@ def _list_sharding_cases(config: Config, replicas: int) -> Iterator[Case]:
         yield Case(shards, key, why)
 
 
-def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
+def _list_block_cases(config: PipelineConfig, method: Method) -> Iterator[Case]:
     """Yield the cases of blocks with losses of their own, in one graph (fused) or in a process each
     (decoupled).
     """
@@ -208,7 +215,7 @@ def _list_block_cases(config: Config, method: Method) -> Iterator[Case]:
         )
 
 
-def check_placement(config: Config, method: Method, stages: int) -> list[str]:
+def check_placement(config: PipelineConfig, method: Method, stages: int) -> list[str]:
     """Return the reasons why `stages` stages cannot run on their IPUs; empty for other backends."""
     return (
         []
@@ -217,7 +224,7 @@ def check_placement(config: Config, method: Method, stages: int) -> list[str]:
     )
 
 
-def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterator[Case]:
+def _list_placement_cases(config: PipelineConfig, method: Method, stages: int) -> Iterator[Case]:
     """Yield the cases of options that do not fit the number of stages and IPUs."""
     ipu = config.ipu
     pipelined = is_pipelined(method)
@@ -264,7 +271,7 @@ def _list_placement_cases(config: Config, method: Method, stages: int) -> Iterat
         )
 
 
-def check_model(config: Config, method: Method, facts: ModelFacts) -> list[str]:
+def check_model(config: PipelineConfig, method: Method, facts: ModelFacts) -> list[str]:
     """Return why PopTorch cannot run the job, with remedies; empty if no reason is known."""
     if config.ipu.local == "decoupled" and method.structure is not None:
         cases = _list_decoupled_cases(config, facts)
@@ -283,7 +290,7 @@ def check_model(config: Config, method: Method, facts: ModelFacts) -> list[str]:
     )
 
 
-def _list_loop_cases(config: Config) -> Iterator[Case]:
+def _list_loop_cases(config: PipelineConfig) -> Iterator[Case]:
     """Yield the cases of options with which a loop of the caller's own, which gives the batches
     itself, cannot drive IPUs.
     """
@@ -303,7 +310,7 @@ def _list_loop_cases(config: Config) -> Iterator[Case]:
     )
 
 
-def _list_decoupled_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
+def _list_decoupled_cases(config: PipelineConfig, facts: ModelFacts) -> Iterator[Case]:
     """Yield the cases of options that do not fit the number of blocks, each in a process of its
     own.
     """
@@ -319,7 +326,7 @@ def _list_decoupled_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
     )
 
 
-def _list_stage_cases(config: Config, method: Method, facts: ModelFacts) -> Iterator[Case]:
+def _list_stage_cases(config: PipelineConfig, method: Method, facts: ModelFacts) -> Iterator[Case]:
     """Yield the cases of stages that are empty or out of order on their IPUs, and of weights that
     several IPUs would hold.
     """
@@ -339,25 +346,16 @@ def _list_stage_cases(config: Config, method: Method, facts: ModelFacts) -> Iter
         yield Case(len(ipus) > 1, "model", why, name)
 
 
-def _list_model_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
-    """Yield the cases of options that do not fit the model's buffers or the number of updates, and
-    of unsupported operations.
+def _list_model_cases(config: PipelineConfig, facts: ModelFacts) -> Iterator[Case]:
+    """Yield the cases of options that do not fit the model's buffers, and of unsupported
+    operations.
     """
-    iterations = config.ipu.device_iterations
-    every = config.evaluate.interval(facts.updates_per_epoch)
-    # a caller's loop gives whole calls
-    updates = facts.updates or 0
     writes = facts.written and config.replicas > 1 and config.ipu.broadcast_buffers
     why = (
         f"training writes {list_some(facts.written, 3)} on each replica: must be {FALSE} (the "
         f"first's count), or GroupNorm"
     )
     yield Case(writes, "ipu.broadcast_buffers", why)
-    why = f"the updates of a call: must divide the run's {updates} (steps, epochs)"
-    yield Case(updates % iterations, "ipu.device_iterations", why)
-    why = f"must divide the {every} updates between evaluations (evaluate.every)"
-    # an interval as long as the run has no evaluation in between
-    yield Case(every < updates and every % iterations, "ipu.device_iterations", why)
     # parts of the forward that PopTorch would compute differently or refuse to compile
     for names, why in (
         (
@@ -388,7 +386,7 @@ def _list_model_cases(config: Config, facts: ModelFacts) -> Iterator[Case]:
 
 
 def _list_optimizer_cases(
-    kind: str, groups: Sequence[Mapping[str, Any]], config: Config
+    kind: str, groups: Sequence[Mapping[str, Any]], config: PipelineConfig
 ) -> Iterator[Case]:
     """Yield the cases of the optimizer in use, which may differ from the config's."""
     if kind not in OPTIMIZERS:

@@ -682,8 +682,8 @@ def make_options(job: Job) -> ProcessOptions:
     return ProcessOptions(
         config.backend.deadline,
         config.reduction == "fast",
-        config.checkpoint is not None and config.checkpoint.format == "sharded",
-        config.model.compile,
+        job.saves_shards,
+        job.compiles_modules,
         job.pieces,
         (job.precision.is_given or job.keeps_whole) and not job.precision.is_sharded,
         job.compared,

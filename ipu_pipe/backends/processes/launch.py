@@ -35,7 +35,7 @@ from ipu_pipe.backends.ranks import (
     report_lost_rank,
 )
 from ipu_pipe.config.compare import flatten
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import PipelineConfig
 from ipu_pipe.errors import BadInput, RunFault, raise_faults, summarize
 from ipu_pipe.job.numerics import set_numerics
 from ipu_pipe.launcher import Launch, read_launch
@@ -60,7 +60,7 @@ def describe_missing_support() -> str:
     return ""
 
 
-def join(config: Config, options: Mapping[str, object]) -> None:
+def join(config: PipelineConfig, options: Mapping[str, object]) -> None:
     """Join the process group (gloo).
 
     Raise `BadInput` if there is no launcher, or if another rank has another config or other
@@ -199,7 +199,7 @@ def leave() -> None:
 # ---- requests of the ranks
 
 
-def make_request(config: Config, options: Mapping[str, object]) -> Request:
+def make_request(config: PipelineConfig, options: Mapping[str, object]) -> Request:
     """Return the settings, options and versions that must be equal on every rank."""
     settings = {
         key: value

@@ -20,11 +20,12 @@ from torch import nn
 
 from ipu_pipe.backends import world
 from ipu_pipe.backends.ranks import run_on_main
-from ipu_pipe.config.schema import Config
+from ipu_pipe.config.schema import PipelineConfig
 from ipu_pipe.cut.cutting import Piece, cut_model
 from ipu_pipe.cut.verification import TrainingEffects, verify_pieces
 from ipu_pipe.errors import BadInput, raise_faults
 from ipu_pipe.job.factories import Placed, place_blocks
+from ipu_pipe.model.loss import Take
 from ipu_pipe.model.observation import list_at_one_address
 from ipu_pipe.model.stages import (
     Partition,
@@ -107,11 +108,14 @@ def find_tied_weights(cut: Sequence[Piece]) -> dict[str, list[int]]:
     return {name: stages for name, stages in users.items() if len(stages) > 1}
 
 
-def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> Placed:
+def place(
+    config: PipelineConfig, method: Method, model: nn.Module, x: torch.Tensor, take: Take | None
+) -> Placed:
     """Cut the model into stages, place them on the ranks, and return all stages with this rank's
     own.
 
-    `x`: a microbatch of input. Raise `BadInput` if there are fewer stages than ranks.
+    `x`: a microbatch of input; `take`: as in `place_whole`. Raise `BadInput` if there are fewer
+    stages than ranks.
     """
     ranks = world.get_world_size()
     replicas = config.replicas
@@ -126,11 +130,16 @@ def place(config: Config, method: Method, model: nn.Module, x: torch.Tensor) -> 
     # one chunk per rank
     if structure.blocks is not None and config.method_args.blocks is None:
         method = replace(method, structure=replace(structure, blocks=devices))
-    return place_blocks(config, method, model, x, devices, device)
+    return place_blocks(config, method, model, x, take, devices, device)
 
 
 def _place_stages(
-    config: Config, method: Method, model: nn.Module, x: torch.Tensor, devices: int, device: int
+    config: PipelineConfig,
+    method: Method,
+    model: nn.Module,
+    x: torch.Tensor,
+    devices: int,
+    device: int,
 ) -> Placed:
     """Merge neighboring stages into one group per device, so that the largest group has as few
     FLOPs as possible.
@@ -167,7 +176,7 @@ def _place_stages(
 
 
 def _place_by_order(
-    config: Config,
+    config: PipelineConfig,
     method: Method,
     order: Order,
     model: nn.Module,

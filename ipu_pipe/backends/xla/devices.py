@@ -19,11 +19,12 @@ import numpy as np
 from torch import nn
 
 from ipu_pipe.backends.processes.layout import can_cut, cut_at
-from ipu_pipe.config.schema import BackendConfig, Config
+from ipu_pipe.config.schema import BackendConfig, PipelineConfig
 from ipu_pipe.cut.graphs import StageGraphs
 from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.factories import Placed, place_whole
 from ipu_pipe.launcher import read_launch
+from ipu_pipe.model.loss import Take
 from ipu_pipe.model.stages import group_stages, partition
 from ipu_pipe.refusals import Argument
 from ipu_pipe.schedule.methods import Method
@@ -148,7 +149,7 @@ def measure_product_error(device: Any) -> float:
     return float((error / (np.abs(x) @ np.abs(y))).max())
 
 
-def launch(config: Config, asked: Any) -> None:
+def launch(config: PipelineConfig, asked: Any) -> None:
     """Raise `BadInput` if a launcher has started several processes: one drives all devices."""
     if read_launch().world > 1:
         raise BadInput(
@@ -158,13 +159,15 @@ def launch(config: Config, asked: Any) -> None:
     list_devices(config.backend)
 
 
-def place(config: Config, method: Method, model: nn.Module, x: Any) -> Placed:
+def place(
+    config: PipelineConfig, method: Method, model: nn.Module, x: Any, take: Take | None
+) -> Placed:
     """Cut the model into its stages, and place neighboring stages on the same device if there are
     fewer devices than stages. Raise `BadInput` if the model cannot be cut so.
     """
     # refused by its name when the job is known
     if method.structure:
-        return place_whole(config, method, model, x)
+        return place_whole(config, method, model, x, take)
     devices = list_devices(config.backend)
     requested = partition(model, x, config.stages, one_stage=method.one_stage_reason)
     if not can_cut(method, model, requested, x):
