@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput
+from tests.support.models import Composed
 from tests.support.processes import run_in_group
 from tests.support.runs import needs_processes
 
@@ -443,3 +444,59 @@ def test_rank_0_gets_the_state_of_the_last_stages_loss(tmp_path: Path) -> None:
     run_in_group(2, save_and_load_on_ranks, tmp_path)
     emulated = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"])
     assert torch.equal(finish(emulated, 0), torch.load(tmp_path / "end.pt"))
+
+
+@pytest.mark.parametrize("stages", [2, {"count": 2, "by": "flops"}])
+def test_a_resumed_loop_keeps_the_cut_that_its_first_microbatch_decided(stages: Any) -> None:
+    """Story: the microbatch after the checkpoint had another length, by which the same number of stages was balanced
+    elsewhere, so that PipeDream read other weights without a word."""
+
+    def make_loop(length: int) -> Tuple[nn.Module, Any, Callable[[int], Any]]:
+        torch.manual_seed(0)
+        mean = Composed(lambda module, x: x.mean(1))
+        model = nn.Sequential(
+            nn.Linear(8, 16),
+            nn.Tanh(),
+            nn.Linear(16, 16),
+            mean,
+            nn.Linear(16, 64),
+            nn.Linear(64, 3),
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        pipe = ipu_pipe.Pipeline(
+            model,
+            nn.functional.cross_entropy,
+            optimizer,
+            method="pipedream",
+            stages=stages,
+            microbatches=1,
+        )
+
+        def step(k: int) -> Any:
+            generator = torch.Generator().manual_seed(k)
+            x = torch.randn(4, length if k < 3 else 1, 8, generator=generator)
+            return pipe.step(x, torch.randint(3, (4,), generator=generator))
+
+        return model, pipe, step
+
+    model, pipe, step = make_loop(100)
+    for k in range(3):
+        step(k)
+    state = pipe.state_dict()
+    resumed_model, resumed, step_resumed = make_loop(100)
+    resumed.load_state_dict(state)
+    for k in range(3, 6):
+        step(k)
+        step_resumed(k)
+    _, fresh, step_fresh = make_loop(1)
+    step_fresh(0)
+    assert (
+        fresh.partition.begin_names()
+        != pipe.partition.begin_names()
+        == resumed.partition.begin_names()
+    )
+    pipe.drain()
+    resumed.drain()
+    assert all(map(torch.equal, model.state_dict().values(), resumed_model.state_dict().values()))
+    with pytest.raises(BadInput, match="^load_state_dict: stages: 3: must be a list of modules"):
+        make_loop(1)[1].load_state_dict({**state, "stages": 3})

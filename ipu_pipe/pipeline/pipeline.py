@@ -759,7 +759,16 @@ class Pipeline:
         if state is None:
             return {}
         flow = self._require_flow()
-        return describe_state(state, self._config.method, settings, flow.given, flow.drains, layout)
+        partition = self._require_job().partition
+        return describe_state(
+            state,
+            self._config.method,
+            settings,
+            flow.given,
+            flow.drains,
+            layout,
+            None if partition.spread else partition.begin_names(),
+        )
 
     def _describe_loaded(self, sharded: bool) -> dict[str, Any]:
         """Return the state that was loaded before the first step, with the weights and settings of
@@ -785,7 +794,13 @@ class Pipeline:
         state = CheckpointState(weights, saved.optimizer, saved.plain, loss)
         settings = self._handle.export_settings()
         return describe_state(
-            state, self._config.method, settings, saved.updates, saved.drains, saved.layout
+            state,
+            self._config.method,
+            settings,
+            saved.updates,
+            saved.drains,
+            saved.layout,
+            saved.stages,
         )
 
     def _collect_settings(self) -> dict[str, Any]:
@@ -841,6 +856,10 @@ class Pipeline:
                 self._load(self._require_job(), self._flow)
         # the stages of this rank, which a part must fit, are known with the first step
         elif saved.layout is None:
+            is_counted = isinstance(self._stages, (int, Mapping))
+            # another first microbatch would balance the same number of stages otherwise
+            if is_counted and saved.stages and len(saved.stages) + 1 == self._stage_count:
+                self._config = self._config.model_copy(update={"stages": saved.stages})
             # heads are made with the first step
             weights = {n: value for n, value in saved.model.items() if not n.startswith(HEADS)}
             load_weights(self.model, weights, "load_state_dict")

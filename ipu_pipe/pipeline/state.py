@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from typing import AbstractSet, Any, Iterable, Iterator, Mapping, NamedTuple
+from typing import AbstractSet, Any, Iterable, Iterator, Mapping, NamedTuple, Sequence
 
 import torch
 from torch import nn
@@ -51,6 +51,8 @@ class SavedState(NamedTuple):
     of earlier versions), the position, and the place of a part (None for a whole state).
 
     `is_handed_over`: the model has the weights already, and the caller's optimizer its entries.
+    `stages`: the modules at which the second and later stages begin; None in states of earlier
+    versions, and for stages that divide modules.
     """
 
     model: dict[str, torch.Tensor]
@@ -62,6 +64,7 @@ class SavedState(NamedTuple):
     drains: list[int]
     layout: Any = None
     is_handed_over: bool = False
+    stages: list[str] | None = None
 
 
 def describe_state(
@@ -71,12 +74,14 @@ def describe_state(
     updates: int,
     drains: Iterable[int],
     layout: Mapping[str, Any] | None = None,
+    stages: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return a copy of an engine's state, with the settings, the position and the place of a part,
-    as `parse_state` reads it.
+    """Return a copy of an engine's state, with the settings, the position, the place of a part and
+    the cut, as `parse_state` reads it.
     """
     described = {
         **({} if layout is None else {"layout": layout}),
+        **({} if stages is None else {"stages": list(stages)}),
         "format": FORMAT,
         "method": method,
         "model": {name: value.clone() for name, value in state.model.items()},
@@ -134,6 +139,9 @@ def parse_state(
         settings = handle.parse_settings(settings)
     if "layout" in state:
         _require_mapping(state, "layout")
+    stages = state.get("stages")
+    if stages is not None and not isinstance(stages, (list, tuple)):
+        raise BadInput(f"stages: {show(stages)}: must be a list of modules")
     return SavedState(
         model,
         optimizer,
@@ -143,6 +151,7 @@ def parse_state(
         updates,
         drains,
         copy.deepcopy(state.get("layout")),
+        stages=None if stages is None else [str(name) for name in stages],
     )
 
 
