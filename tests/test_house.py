@@ -77,16 +77,18 @@ def test_what_builds_and_runs_a_pipeline_knows_no_key_of_a_run():
         "report.run_text",
         "backends.ipu.unsupported",
     )  # for runs alone
-    modules = {name[len(PACKAGE) + 1 :]: path for name, path in read_modules().items()}
+    texts = {
+        name[len(PACKAGE) + 1 :]: path.read_text(encoding="utf-8")
+        for name, path in read_modules().items()
+    }
     imports = [
-        (name, node)
-        for name, path in modules.items()
+        (name, found)
+        for name, text in texts.items()
         if name.partition(".")[0] in folders and not name.startswith(makers)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module == f"{PACKAGE}.config.schema"
+        for found in re.findall(r"from \w+\.config\.schema import (\([^)]*\)|.*)", text)
     ]
     assert len(imports) > 8
-    assert [name for name, node in imports if any(one.name == "Config" for one in node.names)] == []
+    assert [name for name, found in imports if re.search(r"\bConfig\b", found)] == []
 
 
 def test_there_is_no_import_circle():
