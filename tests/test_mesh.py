@@ -522,6 +522,43 @@ def test_gpipe_beside_fsdp_equals_pytorchs_own(in_bfloat16: bool, tmp_path: Path
     assert (gap > 1e-6) == in_bfloat16
 
 
+# ---- what a caller does between two calls
+
+
+def halve_weights_after_calls(rank: int, folder: Path) -> None:
+    """Write the shards in the model after an evaluation and a prediction, which gather weights."""
+    pipe = make_row_pipeline(STATEFUL, **list_mesh_keys(make_mesh(pp=1, dp=2), shards=True))
+    state = halve_weights(pipe, lambda batches: batches[rank])
+    if rank == 0:
+        torch.save(state, folder / "state.pt")
+
+
+def halve_weights(pipe: ipu_pipe.Pipeline, take: Callable[[Any], Any]) -> Any:
+    test = draw_mesh_batches(9, 1, 1)
+    calls: List[Callable[[], Any]] = [
+        lambda: pipe.evaluate(test),
+        lambda: pipe.predict(test[0][0]),
+    ]
+    for k, call in enumerate(calls):
+        give_updates(pipe, STATEFUL, range(k, k + 1), take)
+        call()
+        with torch.no_grad():
+            for weight in pipe.model.parameters():
+                weight.mul_(0.5)
+    measured = pipe.evaluate(test)
+    state = pipe.state_dict()
+    pipe.close()
+    return state, [], measured
+
+
+def test_writes_after_an_evaluation_reach_the_shards(tmp_path: Path) -> None:
+    """Story: they went into the whole weights that FSDP2 had gathered, and were lost."""
+    run_in_group(2, halve_weights_after_calls, tmp_path)
+    expected = halve_weights(make_row_pipeline(STATEFUL, replicas=2), join_replicas)
+    actual = torch.load(tmp_path / "state.pt", weights_only=False)
+    assert_near(expected, actual, "halved")
+
+
 # ---- a rank that is lost within FSDP2's collectives
 
 
