@@ -443,3 +443,31 @@ def test_rank_0_gets_the_state_of_the_last_stages_loss(tmp_path: Path) -> None:
     run_in_group(2, save_and_load_on_ranks, tmp_path)
     emulated = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"])
     assert torch.equal(finish(emulated, 0), torch.load(tmp_path / "end.pt"))
+
+
+def train_in_two_phases(**keys: Any) -> List[torch.Tensor]:
+    """Train by two pipelines, one after another, over one model, optimizer and loss; return the
+    loss's state after each, and the weights."""
+    model, loss, seen = make_model(), MovingCenter(), []
+    optimizer = make_sgd(model.parameters())
+    for method in ("gpipe", "pipedream"):
+        with ipu_pipe.Pipeline(
+            model, loss, optimizer, method, stages=["2"], microbatches=1, **keys
+        ) as pipe:
+            for k in range(3):
+                pipe.step(*make_batch(k))
+        seen.append(loss.center.clone())
+    return [*seen, flatten(model)]
+
+
+def train_in_two_phases_on_ranks(rank: int, folder: Path) -> None:
+    torch.save(train_in_two_phases(backend="distributed"), folder / f"{rank}.pt")
+
+
+@needs_processes
+def test_every_rank_has_the_loss_after_the_end(tmp_path: Path) -> None:
+    """Story: only the last stage's rank had it, so the next pipeline said that the ranks differ."""
+    run_in_group(2, train_in_two_phases_on_ranks, tmp_path)
+    expected = train_in_two_phases()
+    for rank in range(2):
+        assert all(map(torch.equal, torch.load(tmp_path / f"{rank}.pt"), expected))

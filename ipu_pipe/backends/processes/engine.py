@@ -464,6 +464,8 @@ class ProcessEngine(Engine):
                     collect.broadcast_weights(
                         self._mail, self.run.model, self._holders, self._layout.placement
                     )
+                # with the weights whole, which a loss may use, too
+                collect.broadcast_loss(self._mail, self.run.loss, self._layout.placement[-1])
                 self.newest_model = self.run.model
         self.abort()
 
