@@ -399,6 +399,46 @@ def test_a_state_goes_from_the_emulator_to_a_mesh_and_back(tmp_path: Path) -> No
                 assert_near((last, [], {}), (pipe.state_dict(), [], {}), "back on the emulator")
 
 
+def load_tied(share: Callable[[Any], Any], **keys: Any) -> Any:
+    """Load the whole state and a part of it, with a weight that has two names in the first stage."""
+    net = make_net()
+    net.blocks[1].norm = net.blocks[0].norm
+    optimizer = OPTIMIZERS["sgd"](net)
+    with ipu_pipe.Pipeline(
+        net, cross_entropy, optimizer, "gpipe", stages=BOUNDARIES, microbatches=2, **keys
+    ) as pipe:
+        for k, is_sharded in enumerate((False, True)):
+            pipe.step(*draw_mesh_batches(k, 2, 1)[0])
+            state = pipe.state_dict(sharded=is_sharded)
+            pipe.step(*draw_mesh_batches(9, 2, 1)[0])
+            pipe.load_state_dict(state if is_sharded else share(state))
+        pipe.step(*draw_mesh_batches(2, 2, 1)[0])
+        return pipe.state_dict(), [], {}
+
+
+def load_tied_on_mesh(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def share(state: Any) -> Any:
+        states = [state]
+        dist.broadcast_object_list(states, src=0)
+        return states[0]
+
+    mesh = make_mesh(pp=2, dp=1)
+    keys = list_mesh_keys(mesh, shards=False)
+    keys["prepare_stage"] = lambda stage, index: fully_shard(stage, mesh=mesh["dp"])
+    result = load_tied(share, **keys)
+    if rank == 0:
+        torch.save(result, folder / "tied.pt")
+
+
+def test_a_state_with_a_tied_weight_is_loaded_into_a_mesh(tmp_path: Path) -> None:
+    """Story: the first stage's ranks compared the weight's two names with all processes, and hung."""
+    run_in_group(2, load_tied_on_mesh, tmp_path, seconds=60)
+    actual = torch.load(tmp_path / "tied.pt", weights_only=False)
+    assert_near(load_tied(lambda state: state), actual, "tied")
+
+
 # ---- the caller's optimizer, whose state is that of the shards
 
 

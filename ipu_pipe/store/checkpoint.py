@@ -492,8 +492,10 @@ def _match_weights(
     return state, fitting, Loaded(left_out, [name for name in state if name not in fitting])
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are equal."""
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two tensors are equal, or this process's parts of two that are sharded."""
+    # torch compares DTensors over all processes, and those of other stages do not have these
+    one, other = (t.to_local() if hasattr(t, "to_local") else t for t in (one, other))
     # a weight of another process is NaN under both names, which equals nothing
     return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
 
