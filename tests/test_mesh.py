@@ -698,6 +698,11 @@ def meet_refusals(rank: int, folder: Path) -> None:
         lambda: begin(prepare_stage=lambda stage, index: nn.Linear(1, 1)),
     )
     refuse("prepare_stage: 3: must be a function", lambda: begin(prepare_stage=3))
+    # story: InternalTorchDynamoError
+    refuse(
+        "prepare_stage: stage.compile.*compile these instead",
+        lambda: begin(prepare_stage=lambda stage, index: stage.compile()),
+    )
     refuse("prepare_stage: blocks.[02].rise.weight", lambda: begin(prepare_stage=rename_up))
     # over all ranks, also those of other stages
     refuse(
