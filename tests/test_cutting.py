@@ -621,6 +621,14 @@ def test_a_checkpoint_that_is_cut_is_refused_where_its_backward_reads_newer_weig
     assert output.code == 2 and "model: a, b:" in output.error
 
 
+def test_a_model_from_python_keeps_the_compiling_of_the_config(tmp_path: Path) -> None:
+    """Story: `model.compile` was left out without a word, also where a backend refuses it."""
+    model = {"entry": "tests.test_cutting:make_dropout_classifier", "compile": True}
+    config = configure(**{**SHORT, "method": "gpipe", "model": model})
+    with pytest.raises(BadInput, match="model.compile: processes alone"):
+        train(config, tmp_path / "run", model=make_dropout_classifier())
+
+
 def make_dropout_classifier() -> nn.Module:
     """Make a model with dropout, which must draw the same in compiled modules."""
     block = nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.2), nn.Tanh())

@@ -500,3 +500,60 @@ def test_a_resumed_loop_keeps_the_cut_that_its_first_microbatch_decided(stages: 
     assert all(map(torch.equal, model.state_dict().values(), resumed_model.state_dict().values()))
     with pytest.raises(BadInput, match="^load_state_dict: stages: 3: must be a list of modules"):
         make_loop(1)[1].load_state_dict({**state, "stages": 3})
+
+
+def load_tied_part(**keys: Any) -> torch.Tensor:
+    """Load a part of a state after a step, with a weight that has two names in the first stage."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
+    layers[1].weight = layers[0].weight
+    model = nn.Sequential(nn.Linear(6, 4), *layers).double()
+    optimizer = make_sgd(model.parameters())
+    with ipu_pipe.Pipeline(
+        model, cross_entropy, optimizer, stages=["3"], microbatches=2, **keys
+    ) as pipe:
+        pipe.step(*make_batch(0))
+        state = pipe.state_dict(sharded=True)
+        pipe.step(*make_batch(1))
+        pipe.load_state_dict(state)
+        pipe.step(*make_batch(2))
+    return flatten(model)
+
+
+def load_tied_part_on_ranks(rank: int, folder: Path) -> None:
+    torch.save(load_tied_part(backend="distributed", deadline=20), folder / f"{rank}.pt")
+
+
+@needs_processes
+def test_a_part_is_loaded_where_another_stage_has_a_tied_weight(tmp_path: Path) -> None:
+    """Story: the rank of the other stage said that its two names differ: it has NaN there."""
+    run_in_group(2, load_tied_part_on_ranks, tmp_path)
+    assert torch.equal(torch.load(tmp_path / "1.pt"), load_tied_part())
+
+
+def train_in_two_phases(**keys: Any) -> List[torch.Tensor]:
+    """Train by two pipelines, one after another, over one model, optimizer and loss; return the
+    loss's state after each, and the weights."""
+    model, loss, seen = make_model(), MovingCenter(), []
+    optimizer = make_sgd(model.parameters())
+    for method in ("gpipe", "pipedream"):
+        with ipu_pipe.Pipeline(
+            model, loss, optimizer, method, stages=["2"], microbatches=1, **keys
+        ) as pipe:
+            for k in range(3):
+                pipe.step(*make_batch(k))
+        seen.append(loss.center.clone())
+    return [*seen, flatten(model)]
+
+
+def train_in_two_phases_on_ranks(rank: int, folder: Path) -> None:
+    torch.save(train_in_two_phases(backend="distributed"), folder / f"{rank}.pt")
+
+
+@needs_processes
+def test_every_rank_has_the_loss_after_the_end(tmp_path: Path) -> None:
+    """Story: only the last stage's rank had it, so the next pipeline said that the ranks differ."""
+    run_in_group(2, train_in_two_phases_on_ranks, tmp_path)
+    expected = train_in_two_phases()
+    for rank in range(2):
+        assert all(map(torch.equal, torch.load(tmp_path / f"{rank}.pt"), expected))

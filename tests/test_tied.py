@@ -197,6 +197,53 @@ def test_processes_hold_tied_weights_as_the_emulator(tmp_path: Path) -> None:
         assert all(torch.equal(value, actual[name]) for name, value in expected.items()), method
 
 
+class Scale(nn.Module):
+    """Multiply by a weight, whose present value the backward reads, as a normalization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def train_with_replaced_weight(**keys: Any) -> Dict[str, torch.Tensor]:
+    """Give a tied weight another tensor between two steps; a later backward of its copy's stage
+    reads it again, after newer versions."""
+    torch.manual_seed(0)
+    layers = [Scale(), nn.Tanh(), Scale(), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8)]
+    model = nn.Sequential(*layers).double()
+    model[2].weight = model[0].weight
+    pipe = ipu_pipe.Pipeline(
+        model, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "pipedream", stages=["2", "4", "5"], method_args={"tied": "holder"}, **keys,
+    )  # fmt: skip
+    with pipe:
+        for k in range(9):
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+            pipe.step(x, torch.arange(3))
+            if k == 1:
+                with pipe.whole_model(everywhere=True) as whole:
+                    whole[0].weight.data = whole[0].weight.data * 0.5
+    return model.state_dict()
+
+
+def replace_tied_weight_on_ranks(rank: int, folder: Path) -> None:
+    weights = train_with_replaced_weight(backend="distributed", deadline=60)
+    if rank == 0:
+        torch.save(weights, folder / "weights.pt")
+
+
+@needs_processes
+def test_a_copy_keeps_the_tensor_that_a_caller_gave_it(tmp_path: Path) -> None:
+    """Story: the backward read the weight from before, and training went on with wrong numbers."""
+    run_in_group(4, replace_tied_weight_on_ranks, tmp_path)
+    actual = torch.load(tmp_path / "weights.pt")
+    for name, value in train_with_replaced_weight().items():
+        assert torch.equal(value, actual[name]), name
+
+
 @pytest.mark.parametrize("method", ["pipemare", "spectrain", "local_greedy", "local_sgd"])
 def test_methods_whose_passes_read_several_versions_have_no_holder(method: str) -> None:
     (fault,) = list_faults(resolve_method, method, {"tied": "holder"})

@@ -16,7 +16,6 @@ from ipu_pipe.config.sections import (
     Description,
     Given,
     LrSchedule,
-    ModelConfig,
     OptimizerConfig,
 )
 from ipu_pipe.data import DataSource
@@ -81,7 +80,7 @@ class Overrides(NamedTuple):
         changes: dict[str, Any] = {}
         if self.model is not None:
             descriptions["model"] = Description(name=qualify(type(self.model)))
-            changes["model"] = ModelConfig(entry=GIVEN, output=config.model.output)
+            changes["model"] = config.model.model_copy(update={"entry": GIVEN, "args": {}})
         if self.output is not None:
             if callable(self.output):
                 descriptions["output"] = describe(self.output)

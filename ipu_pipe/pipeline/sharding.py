@@ -69,6 +69,12 @@ def prepare_stages(
                 f"prepare_stage: returned {describe_kind(returned)}: must change the stage in "
                 f"place, and return None"
             )
+        # torch.compile fails on the recorded calls of a stage
+        if getattr(pieces[stage], "_compiled_call_impl", None) is not None:
+            raise BadInput(
+                "prepare_stage: stage.compile(): a stage runs as recorded calls of its modules: "
+                "compile these instead"
+            )
     after = dict(setup.model.named_parameters())
     # states and the optimizer's groups are by name
     if list(before) != list(after):

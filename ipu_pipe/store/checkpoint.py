@@ -469,7 +469,7 @@ def _match_weights(
     for names in names_by_parameter.values():
         present = [name for name in names if name in tensors]
         for name in present[1:]:
-            if not torch.equal(tensors[name], tensors[present[0]]):
+            if not _are_equal(tensors[name], tensors[present[0]]):
                 left_out[name] = f"differs from {present[0]}, which is the same weight of the model"
         tied.update({name: tensors[present[0]] for name in names if present})
     tensors = {**tied, **tensors}
@@ -490,6 +490,14 @@ def _match_weights(
         missing = [f"{name}: missing, the model needs it" for name in state if name not in tensors]
         raise_first_faults(source, missing + [f"{name}: {why}" for name, why in left_out.items()])
     return state, fitting, Loaded(left_out, [name for name in state if name not in fitting])
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether two tensors are equal, or this process's parts of two that are sharded."""
+    # torch compares DTensors over all processes, and those of other stages do not have these
+    one, other = (t.to_local() if hasattr(t, "to_local") else t for t in (one, other))
+    # a weight of another process is NaN under both names, which equals nothing
+    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
 
 
 def describe_wrapper(state: Mapping[str, Any], tensors: Mapping[str, Any], remedy: str = "") -> str:

@@ -33,7 +33,7 @@ from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics, Tall
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples, describe_tensors
 from ipu_pipe.model.loss import get_labels
-from ipu_pipe.model.precision import export_loss
+from ipu_pipe.model.precision import export_loss, get_user_loss
 from ipu_pipe.model.restoring import restore_modes
 from ipu_pipe.replay.run import Run
 from ipu_pipe.trace.events import Trace, concatenate_counters, concatenate_events
@@ -175,6 +175,17 @@ def broadcast_weights(
             if freed_ids is None or id(tensor) in freed_ids:
                 # not copied into: a freed tensor has one number for all its elements
                 tensor.data = values[0][name].to(tensor.device)
+
+
+def broadcast_loss(mail: Mail, loss: Any, source: int) -> None:
+    """Give every rank the state of a loss that is a module, which the rank `source` has moved."""
+    values = [export_loss(loss)]
+    # a module has the same names on all ranks
+    if not values[0]:
+        return
+    with detect_lost_rank(limit=mail.limit):
+        world.broadcast_object_list(values, source, mail.group)
+    get_user_loss(loss).load_state_dict(values[0])
 
 
 def gather_weights(

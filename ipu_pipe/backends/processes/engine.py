@@ -237,10 +237,13 @@ class ProcessEngine(Engine):
                 self._results.send(k, s, tables.get(s), stage.model.checksums)
             if self._gradient_collection is not None:
                 self._gradient_collection.send(k)
-        # between two calls the caller sees the sharded weights
+        self._drop_gathered()
+        self._recorder.end_step()
+
+    def _drop_gathered(self) -> None:
+        """Drop the weights that FSDP2 has gathered: between two calls the caller sees shards."""
         for stage in self._interpreter.stages.values():
             stage.gathering.drop()
-        self._recorder.end_step()
 
     def take(self, k: int) -> StepResult:
         with self._attribute_errors():
@@ -276,7 +279,9 @@ class ProcessEngine(Engine):
     def predict(self, x: Any) -> Any:
         with self._attribute_errors():
             self._interpreter.load_newest()
-            return self._evaluation.predict(x)
+            output = self._evaluation.predict(x)
+            self._drop_gathered()
+            return output
 
     def load_weights(self, load: Callable[[], None]) -> None:
         for tensor in self._freed:
@@ -321,7 +326,9 @@ class ProcessEngine(Engine):
     def evaluate(self, batches: BatchReader, metrics: Metrics) -> list[EvaluationResult]:
         with self._record_pause("evaluate", "evaluation"):
             self._interpreter.load_newest()
-            return self._evaluation.evaluate(batches, metrics)
+            results = self._evaluation.evaluate(batches, metrics)
+            self._drop_gathered()
+            return results
 
     @contextlib.contextmanager
     def hold_whole_model(
@@ -457,6 +464,8 @@ class ProcessEngine(Engine):
                     collect.broadcast_weights(
                         self._mail, self.run.model, self._holders, self._layout.placement
                     )
+                # with the weights whole, which a loss may use, too
+                collect.broadcast_loss(self._mail, self.run.loss, self._layout.placement[-1])
                 self.newest_model = self.run.model
         self.abort()
 

@@ -117,6 +117,9 @@ class TiedWeights:
             ]
             self._newest += 1
             self._versions[self._newest] = [tensor for tensors in received for tensor in tensors]
+        # the caller may have given the parameters other tensors between two calls
+        if self._loaded in self._versions:
+            self._versions[self._loaded] = [p.data for p in self._copies]
         # by pointer: only the holder steps the weight
         for p, value in zip(self._copies, self._versions[version]):
             p.data = value
