@@ -262,8 +262,12 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     # the user's code may raise what is no Exception (asyncio.CancelledError)
     except BaseException as error:
         code = 1
-        # the reader of our output (head, less) has exited, which is not an error
-        if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
+        is_unread = isinstance(error, BrokenPipeError) or isinstance(
+            error.__cause__, BrokenPipeError
+        )
+        # the reader of our output (head, less) has exited, which is not an error; but the user's
+        # code may have pipes of its own
+        if is_unread and find_user_fault(error) is None:
             code = 0
         else:
             faults = _describe_fault(error)
