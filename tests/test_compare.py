@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import signal
+import sys
 import threading
 from dataclasses import replace
 from html import escape
@@ -32,7 +33,7 @@ from ipu_pipe.comparison.kept_trainings import describe_loop
 from ipu_pipe.comparison.processes import open_workers
 from ipu_pipe.comparison.trainings import MethodRow, Training
 from ipu_pipe.comparison.verdicts import Estimate, Verdict, judge
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.refusals import BEGIN
 from ipu_pipe.report.static_page import Curve, draw_curves
@@ -650,6 +651,19 @@ def test_the_command_trains_as_train_does(tmp_path, monkeypatch, capsys):
         values = row["trainings"][0]["evaluations"][-1]
         found = (values["loss"], values["accuracy"])
         assert found == (final["test_loss"], final["test_accuracy"])
+
+
+def test_the_page_is_written_if_nobody_reads_the_json(tmp_path, monkeypatch):
+    """Story: with `--json --out DIR | head -1` and PYTHONUNBUFFERED there was no page, and exit
+    code 0."""
+    words = ["compare", DIGITS, "--methods", "gpipe", "--json", "--out", str(tmp_path), *SMALL]
+    monkeypatch.setattr(sys, "argv", words)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as stream, pytest.raises(SystemExit) as raised:
+        monkeypatch.setattr(sys, "stdout", stream)
+        run_command(compare_command.main)
+    assert raised.value.code == 0 and (tmp_path / "compare.html").exists()
 
 
 @pytest.mark.slow
