@@ -77,7 +77,8 @@ def compare_methods(
     # all folders first: the last method's must not be refused after hours of the others
     run_on_main(
         lambda: [
-            check_folder(folder, False, overwrite) for folder in itertools.chain(*folders.values())
+            check_folder(folder, overwrite=overwrite, can_resume=False)
+            for folder in itertools.chain(*folders.values())
         ]
     )
     configs, jobs = _build_jobs(config, methods, steps)
