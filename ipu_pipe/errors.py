@@ -24,7 +24,7 @@ from ipu_pipe import interrupts
 from ipu_pipe.launcher import read_launch
 from ipu_pipe.refusals import Language
 from ipu_pipe.shipped import name_commands
-from ipu_pipe.text import fold_lines, suggest
+from ipu_pipe.text import escape_lines, fold_lines, suggest
 
 # by text: Python's own filter counts by line, and would print a text of two lines twice
 _printed_warnings: set[str] = set()
@@ -262,14 +262,18 @@ def run_command(main: Callable[[], None]) -> NoReturn:
     # the user's code may raise what is no Exception (asyncio.CancelledError)
     except BaseException as error:
         code = 1
-        # the reader of our output (head, less) has exited, which is not an error
-        if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
+        is_unread = isinstance(error, BrokenPipeError) or isinstance(
+            error.__cause__, BrokenPipeError
+        )
+        # the reader of our output (head, less) has exited, which is not an error; but the user's
+        # code may have pipes of its own
+        if is_unread and find_user_fault(error) is None:
             code = 0
         else:
             faults = _describe_fault(error)
         # what is still buffered would fail once more as the interpreter ends
         if isinstance(error, OSError) or isinstance(error.__cause__, OSError):
-            _drop_output()
+            _drop_output(sys.stdout)
     for fault in faults:
         _print_fault(f"error: {name_commands(fold_lines(fault))}")
     # taking down the interpreter restores the system's own handling of Ctrl-C: a second one would
@@ -362,13 +366,24 @@ def _list_closed_streams() -> list[str]:
     return [name for name, stream in streams.items() if getattr(stream, "closed", False)]
 
 
-def _drop_output() -> None:
+def print_progress(text: str, stream: TextIO) -> None:
+    """Print text of several lines at once. If the stream's reader (head) has exited, print nothing
+    from now on: the work itself goes on.
+    """
+    try:
+        # Python keeps back what goes into a pipe or a file, and a killed run would lose it
+        print(escape_lines(text), file=stream, flush=True)
+    except BrokenPipeError:
+        _drop_output(stream)
+
+
+def _drop_output(stream: TextIO) -> None:
     """Send what is still to be printed nowhere, so that nothing fails on it when the interpreter
     ends.
     """
     # the stream may not be a file
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def end_process(code: int) -> NoReturn:

@@ -13,6 +13,7 @@ import torch
 import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.errors import BadInput, RunFault, find_user_fault
+from ipu_pipe.run.callbacks import HOOKS
 from ipu_pipe.run.planning import build_for_planning
 from ipu_pipe.run.train import train
 from tests.callbacks_of_runs import FailingCallback, StoppingCallback
@@ -121,6 +122,15 @@ def test_callbacks_see_the_written_figures_and_the_model(tmp_path: Path) -> None
     ]
     last = [float(value.sum()) for value in read_weights(tmp_path, 4).values()]
     assert len(set(recorder.sums)) == 4 and recorder.sums[-1] in last
+
+
+def test_hooks_may_be_attributes_that_the_constructor_sets(tmp_path: Path) -> None:
+    """Story: those of an update were never called, unlike all others."""
+    callback, called = ipu_pipe.Callback(), []
+    for name in HOOKS:
+        setattr(callback, name, lambda now, name=name: called.append(name))
+    train_short_digits(tmp_path, "steps=2", callbacks=[callback])
+    assert set(called) == set(HOOKS)
 
 
 def test_an_exception_of_a_callback_is_reported_with_its_name(tmp_path: Path) -> None:

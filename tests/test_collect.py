@@ -18,8 +18,9 @@ from ipu_pipe.comparison.method_comparison import (
     switch_method,
 )
 from ipu_pipe.config.load import load_config
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.run.build import build
+from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import METHODS
 from tests import forked
 from tests.support.runs import ROOT, read_json, read_summary
@@ -95,9 +96,18 @@ def test_methods_do_the_same_work_and_leave_their_traces(tmp_path: Path) -> None
     assert "shared_layer_links" in results["communication"]["local_overlapping"]
     assert printed.count("local_greedy") == 3
     code, _, error = run_collect(*command)
-    assert code == 2 and "contains another run" in error
+    # story: it named --resume, which collect does not have
+    assert code == 2 and "contains another run (config.yaml): give --overwrite or" in error
     code, _, error = run_collect(*command, "--methods", "gpipe", "--overwrite")
     assert code == 0, error
+
+
+def test_a_runs_own_folder_is_refused(tmp_path: Path) -> None:
+    """Story: the run's memory.json was replaced, without --overwrite."""
+    config = load_digits_config("steps=1", "log.tensorboard=false")
+    train(config, tmp_path, quiet=True)
+    with pytest.raises(BadInput, match="is the folder of a run"):
+        compare_methods(config, ["gpipe"], tmp_path, steps=0)
 
 
 def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -10,9 +11,12 @@ import os
 import re
 import runpy
 import signal
+import sys
 import threading
+import time
 from dataclasses import replace
 from html import escape
+from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
@@ -32,7 +36,7 @@ from ipu_pipe.comparison.kept_trainings import describe_loop
 from ipu_pipe.comparison.processes import open_workers
 from ipu_pipe.comparison.trainings import MethodRow, Training
 from ipu_pipe.comparison.verdicts import Estimate, Verdict, judge
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.refusals import BEGIN
 from ipu_pipe.report.static_page import Curve, draw_curves
@@ -471,10 +475,17 @@ def test_a_comparison_that_continues_trains_one_here_first(one_thread, tmp_path)
 def test_workers_end_with_a_parent_that_is_killed():
     reader, writer = multiprocessing.Pipe(duplex=False)
 
+    def train(number: int) -> int:
+        if number > 2:
+            # story: a worker in the midst of a training went on to its end
+            time.sleep(120)
+        return os.getpid()
+
     def die() -> None:
         reader.close()
-        with open_workers(3, lambda _: os.getpid(), range(6), str) as run_jobs:
-            writer.send({pid for _, pid in run_jobs(iter(range(6)))})
+        with open_workers(3, train, range(6), str) as run_jobs:
+            # two of the three train again now, and one waits
+            writer.send({pid for _, pid in islice(run_jobs(iter(range(6))), 3)})
             os.kill(os.getpid(), signal.SIGKILL)
 
     parent = multiprocessing.get_context("fork").Process(target=die)
@@ -485,7 +496,8 @@ def test_workers_end_with_a_parent_that_is_killed():
     # all that were forked have the writing end: the pipe ends with the last of them
     has_ended = wait([reader], 60)
     for pid in () if has_ended else workers:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert has_ended
 
 
@@ -650,6 +662,19 @@ def test_the_command_trains_as_train_does(tmp_path, monkeypatch, capsys):
         values = row["trainings"][0]["evaluations"][-1]
         found = (values["loss"], values["accuracy"])
         assert found == (final["test_loss"], final["test_accuracy"])
+
+
+def test_the_page_is_written_if_nobody_reads_the_json(tmp_path, monkeypatch):
+    """Story: with `--json --out DIR | head -1` and PYTHONUNBUFFERED there was no page, and exit
+    code 0."""
+    words = ["compare", DIGITS, "--methods", "gpipe", "--json", "--out", str(tmp_path), *SMALL]
+    monkeypatch.setattr(sys, "argv", words)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as stream, pytest.raises(SystemExit) as raised:
+        monkeypatch.setattr(sys, "stdout", stream)
+        run_command(compare_command.main)
+    assert raised.value.code == 0 and (tmp_path / "compare.html").exists()
 
 
 @pytest.mark.slow

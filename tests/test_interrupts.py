@@ -180,6 +180,26 @@ def run_source(source: str) -> Tuple[int, str, str]:
     return result.returncode, result.stdout, result.stderr
 
 
+def test_ctrl_c_while_the_machine_is_measured_is_one_line() -> None:
+    """Story: the processes that measure printed their tracebacks while they were importing."""
+    command = [sys.executable, "-m", "ipu_pipe", "measure-hardware"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=enable_interrupts, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    end = time.monotonic() + PATIENCE
+    # Python's resource tracker and two processes
+    while len(children.read_text().split()) < 3 and time.monotonic() < end:
+        time.sleep(0.02)
+    # in their imports, which take a second or more
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    # to the end of its children, which have the stream, too
+    _, error = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, error) == (130, "interrupted\n")
+
+
 # run by make before ipu_pipe can be imported
 PARTS_OF_INSTALL = ("check_torchvision.py",)
 # write a page of docs, in a second

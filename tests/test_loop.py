@@ -27,6 +27,7 @@ from ipu_pipe.store import checkpoint
 from tests.support.processes import run_in_group
 from tests.support.runs import (
     DIGITS,
+    assert_same_state,
     list_faults,
     needs_processes,
     read_json,
@@ -89,6 +90,28 @@ def test_a_run_that_is_killed_after_its_early_end_ends_there(
     train(load_config(DIGITS, [*SHORT, *sets]), tmp_path / "none", resume=True)
     printed = capsys.readouterr().out
     assert "it ended early" in printed and "--resume-from" not in printed
+
+
+class StopAtCheckpoint(ipu_pipe.Callback):
+    """Ask for the end at the checkpoint of update 8."""
+
+    def on_checkpoint(self, now: ipu_pipe.Moment) -> Any:
+        return ipu_pipe.Stop("saved") if now.step == 8 else None
+
+
+def test_an_end_that_a_checkpoint_asks_for_outlives_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: the checkpoint was written before its callback asked, so the resumed run trained on."""
+    sets = [*OFTEN, "checkpoint.every=8"]
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_complete_metrics", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train_short_digits(tmp_path / "cut", *sets, callbacks=[StopAtCheckpoint()])
+    resumed = train_short_digits(tmp_path / "cut", *sets, resume=True)
+    assert (resumed["steps"], resumed["stopped"]) == (8, "saved")
+    train_short_digits(tmp_path / "planned", *sets, "steps=8")
+    assert_same_state(tmp_path / "cut", tmp_path / "planned", 8)
 
 
 @pytest.mark.parametrize("longer", [True, False])

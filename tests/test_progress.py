@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, List, Optional
@@ -80,6 +81,21 @@ def test_output_to_a_file_has_no_carriage_returns(
         for n, e in ((1, 0.33), (2, 0.67), (3, 1), (3, 1))
     ]
     assert output.split("\n") == [*lines, ""]
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_run_goes_on_if_nobody_reads_its_lines(name: str, monkeypatch: Any) -> None:
+    """Story: `train CONFIG | head -1` ended at its next line, untrained and with exit code 0."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr("ipu_pipe.run.progress.EPOCH_SECONDS", 0.0)
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, name, stream)
+        progress = Progress()
+        progress.say("opening")
+        with progress.show_bar(1, 0, 1) as bar:
+            bar.advance(1.0, None, 8.0)
+        print("what a callback prints", file=stream, flush=True)
 
 
 # ---- --quiet

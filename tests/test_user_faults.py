@@ -124,6 +124,8 @@ def test_an_object_that_misbehaves_is_one_line(
 
 CALLBACKS = {
     ("on_step", "cancelled"): (1, "Faulty.on_step after update 1: CancelledError"),
+    # story: it was taken for the end of the command's reader, and the run ended with 0
+    ("on_step", "broken pipe"): (1, "BrokenPipeError: [Errno 32] Broken pipe"),
     ("on_step", "not text"): (1, "NotText: (its message cannot be formatted: TypeError)"),
     ("on_step", "unprintable"): (1, "Unprintable: (its message cannot be formatted: ValueError)"),
     ("on_step", "exit 3"): (1, "called exit(3)"),

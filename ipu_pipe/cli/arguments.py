@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
+from ipu_pipe import errors
 from ipu_pipe.config.values import MOST_COUNT
 from ipu_pipe.errors import BadInput, Parser, RunFault, find_user_fault
 from ipu_pipe.files import explain_impossible_path
@@ -303,8 +304,7 @@ def parse_names(text: str) -> Tuple[str, ...]:
 
 def print_progress(text: str) -> None:
     """Print a line of progress on standard error; standard output belongs to the result."""
-    # Python 3.8 keeps back standard error where it is no terminal
-    print(escape_lines(text), file=sys.stderr, flush=True)
+    errors.print_progress(text, sys.stderr)
 
 
 def print_result(text: str) -> None:

@@ -92,8 +92,10 @@ def main(args: argparse.Namespace) -> None:
         # `Progress` prints to standard output, where JSON must be alone
         quiet=args.quiet or args.json,
     )
+    # the page first: printing ends the command if the reader of its output has exited
+    page = result.save(args.out / "compare.html") if args.out is not None else None
     if args.json:
         print(result.to_json())
     args.print_result(repr(result))
-    if args.out is not None:
-        args.print_result(f"page: {result.save(args.out / 'compare.html')}")
+    if page is not None:
+        args.print_result(f"page: {page}")

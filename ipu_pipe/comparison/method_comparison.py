@@ -23,7 +23,7 @@ from ipu_pipe.comparison.trainings import BYTES
 from ipu_pipe.config.backend_facts import BACKEND_FACTS
 from ipu_pipe.config.compare import choose_method_settings, dump_config
 from ipu_pipe.config.schema import BackendConfig, Config
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import BadInput, RunFault, raise_faults
 from ipu_pipe.files import write_json
 from ipu_pipe.job.record import Job
 from ipu_pipe.launcher import describe_end
@@ -74,10 +74,14 @@ def compare_methods(
         name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))]
         for name in methods
     }
+    # both have a memory.json
+    is_runs = run_on_main(lambda: (out / "config.yaml").exists())
+    raise_faults({f"--out: {out}: is the folder of a run: give another folder": is_runs})
     # all folders first: the last method's must not be refused after hours of the others
     run_on_main(
         lambda: [
-            check_folder(folder, False, overwrite) for folder in itertools.chain(*folders.values())
+            check_folder(folder, overwrite=overwrite, can_resume=False)
+            for folder in itertools.chain(*folders.values())
         ]
     )
     configs, jobs = _build_jobs(config, methods, steps)

@@ -25,6 +25,7 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence, TypeVar
 import torch
 
 from ipu_pipe.errors import RunFault
+from ipu_pipe.launcher import end_with
 from ipu_pipe.model.devices import get_accelerator_name
 
 Job = TypeVar("Job")
@@ -78,7 +79,8 @@ def open_workers(
         for _ in range(count):
             here, there = context.Pipe()
             ends = [*processes, here]
-            processes[here] = context.Process(target=_work, args=(there, ends, train, jobs))
+            arguments = (os.getpid(), there, ends, train, jobs)
+            processes[here] = context.Process(target=_work, args=arguments)
             processes[here].start()
             # so that the end of the process ends the pipe
             there.close()
@@ -127,9 +129,15 @@ def _share(
 
 
 def _work(
-    connection: Connection, ends: list[Connection], train: Callable[[Job], Any], jobs: Sequence[Job]
+    parent: int,
+    connection: Connection,
+    ends: list[Connection],
+    train: Callable[[Job], Any],
+    jobs: Sequence[Job],
 ) -> None:
-    """Run the jobs whose numbers come, until the parent is gone; `ends`: the parent's."""
+    """Run the jobs whose numbers come, until the process `parent` is gone; `ends`: the parent's."""
+    # in the midst of a training nothing else would notice it
+    end_with(parent)
     # copies of them would keep the pipes open without the parent
     for end in ends:
         end.close()

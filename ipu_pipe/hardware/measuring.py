@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
@@ -76,8 +77,16 @@ def measure(threads: int, device: str = "cpu", seconds: float = 0.3) -> dict[str
             context.Process(target=_run_process, args=(rank, *arguments), daemon=True)
             for rank in range(2)
         ]
-        for process in processes:
-            process.start()
+        # now, since it would lift the mask below
+        resource_tracker.ensure_running()
+        # the processes inherit it: Ctrl-C reaches all of a terminal, and on it the parent ends, and
+        # they with it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            for process in processes:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
@@ -144,8 +153,6 @@ def _run_process(
 ) -> None:
     # a command that is killed must not leave processes which load the machine
     end_with(parent)
-    # on Ctrl-C the parent ends, and this process with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     # a file needs no free port
     store = dist.FileStore(str(Path(folder) / "store"), 2)

@@ -141,16 +141,17 @@ class Callbacks:
     def watches_updates(self) -> bool:
         """Whether any callback handles the end of an update."""
         # a hook that nobody overrides must not make each update's loss be read
-        return self.watches_gradients or any(
-            type(callback).on_step is not Callback.on_step for callback in self.callbacks
-        )
+        return self.watches_gradients or self._overrides("on_step")
 
     @property
     def watches_gradients(self) -> bool:
         """Whether any callback handles the gradients of an update."""
-        return any(
-            type(callback).on_gradients is not Callback.on_gradients for callback in self.callbacks
-        )
+        return self._overrides("on_gradients")
+
+    def _overrides(self, method: str) -> bool:
+        # an object may have hooks among its attributes, too
+        hooks = [getattr(callback, method) for callback in self.callbacks]
+        return any(getattr(h, "__func__", None) is not getattr(Callback, method) for h in hooks)
 
     @property
     def wants_model(self) -> bool:

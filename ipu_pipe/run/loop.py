@@ -333,6 +333,7 @@ class TrainingLoop:
         """Carry out all remaining updates."""
         job = self.job
         flow = self.flow
+        position = self.position
         with self.progress.show_bar(job.updates, flow.given, job.updates_per_epoch) as self.bar:
             while flow.given < self.end:
                 # asked before the step, which drains the pipeline for them
@@ -356,8 +357,9 @@ class TrainingLoop:
                 if self.unwritten_line:
                     self._log(self.unwritten_line)
                 evaluated, saved = job.plan_pauses(self.end)
-                # what was planned for this update is done already
-                self._pause(not evaluated, not saved)
+                # what was planned for this update is done already; but a checkpoint whose own
+                # callback asked for the end does not say so, and a killed run would go on from it
+                self._pause(not evaluated, not saved or position.stopped is None)
         self.bar = None
 
     def _agree_on_end(self) -> None:

@@ -19,10 +19,9 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
-from ipu_pipe.errors import guard_writing
+from ipu_pipe.errors import guard_writing, print_progress
 from ipu_pipe.job.evaluation import EvaluationResult
 from ipu_pipe.store.folder import RunFolder
-from ipu_pipe.text import escape_lines
 
 # seconds between lines without a terminal, and before a line at an epoch's end or after an
 # evaluation
@@ -133,8 +132,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print text, unless quiet."""
         if not self._quiet:
-            # a pipe or a file is written block by block, and a killed run would lose its last lines
-            print(escape_lines(text), flush=True)
+            print_progress(text, sys.stdout)
 
     @contextlib.contextmanager
     def show_bar(
@@ -150,9 +148,7 @@ class Progress:
         elif not sys.stderr.isatty() or not console.is_terminal or console.is_dumb_terminal:
             # a notebook shows standard error as faults
             print_line = (
-                self.say
-                if console.is_jupyter
-                else lambda text: print(escape_lines(text), file=sys.stderr, flush=True)
+                self.say if console.is_jupyter else lambda text: print_progress(text, sys.stderr)
             )
             bar = Bar(done, per_epoch, Lines(total, per_epoch, print_line, unit=unit))
             yield bar

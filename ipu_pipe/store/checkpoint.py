@@ -157,9 +157,13 @@ def finish_step(
     for path in (unfinished / MANIFEST, unfinished):
         _flush(path)
     # os.replace refuses to replace a folder that has files
+    old = folder / f".step-{step}.old"
     if final.exists():
-        delete_steps(folder, [step])
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(final, old)
     os.replace(unfinished, final)
+    # last, since it may take long, and a run that is killed meanwhile needs one of the two
+    shutil.rmtree(old, ignore_errors=True)
     # a new name is on disk only with the folder that lists it
     for path in (folder, folder.parent):
         _flush(path)

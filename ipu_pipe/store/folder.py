@@ -176,11 +176,14 @@ def parse_folder(out: str | Path) -> Path:
     return parse_path(out, "--out")
 
 
-def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> list[str]:
+def check_folder(
+    path: Path, resume: bool = False, overwrite: bool = False, can_resume: bool = True
+) -> list[str]:
     """List the outputs of a run in the folder `path` without changing anything.
 
     Raise `BadInput` if there are outputs and neither `resume` nor `overwrite`, if the folder to
-    overwrite is not a run's, or if nothing can be written there.
+    overwrite is not a run's, or if nothing can be written there. `can_resume`: the command has
+    --resume.
     """
     with guard_writing(f"--out: {path}", kind=BadInput):
         # the folder itself may not exist yet: its files will be made in the nearest that does
@@ -199,9 +202,10 @@ def check_folder(path: Path, resume: bool = False, overwrite: bool = False) -> l
                 kind = "not a folder" if name in FOLDERS else "a folder"
                 raise BadInput(f"--out: {path}: {name} is {kind}, so it is not a run's")
         if outputs and not (resume or overwrite):
+            options = "--resume, --overwrite" if can_resume else "--overwrite"
             raise BadInput(
-                f"--out: {path}: contains another run ({outputs[0]}): give --resume, --overwrite "
-                f"or another folder"
+                f"--out: {path}: contains another run ({outputs[0]}): give {options} or another "
+                f"folder"
             )
         foreign = _find_foreign(path, outputs) if overwrite and not is_begun else None
         if foreign is not None:
