@@ -335,19 +335,22 @@ class Pipeline:
             "clip": make_clip_section(clip, method),
             "ema": None if ema is None else {"decay": ema},
         }
-        asked = {"warmup": warmup, "heads": heads, "by_stage": by_stage}
+        asked: dict[str, Any] = {"warmup": warmup, "heads": heads, "by_stage": by_stage}
         with say_in(Language.PYTHON):
             self._config, self._method = _configure(keys, microbatches, self._stage_count, asked)
+            accumulate = self._config.gradient_accumulation
+            self._traced_updates = choose_traced_updates(trace, accumulate)
             # as given; those of the config stay where they were cut, until a module is replaced
             self._stages = self._config.stages
             kind = get_kind(self._config.backend.device)
             # a missing GPU is named at the first step
             if not kind.is_cuda:
                 require_device(kind.name)
+            # whether there is a loss, but not which: ranks have objects of their own
+            asked["loss"] = None if loss is None else "a function"
+            asked["trace"] = self._traced_updates or None
             self._column = self._join(process_group, data_group, asked)
             require_current_gpu(model, device)
-        accumulate = self._config.gradient_accumulation
-        self._traced_updates = choose_traced_updates(trace, accumulate)
         self._example = example
         self._loss_weight = loss_weight
         self._prepare_stage = prepare_stage
