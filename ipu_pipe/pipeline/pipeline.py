@@ -316,7 +316,7 @@ class Pipeline:
         if "warmup" in args:
             raise BadInput("method_args.warmup: use the argument warmup, a number of updates")
         if warmup:
-            # a loop has no epochs: `resolve` takes the number for updates
+            # a loop has no epochs: `build_job` takes the number for updates
             args["warmup"] = {"epochs": warmup}
         keys: dict[str, Any] = {
             "method": method,
