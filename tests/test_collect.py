@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, Dict, List
@@ -108,6 +109,12 @@ def test_a_runs_own_folder_is_refused(tmp_path: Path) -> None:
     train(config, tmp_path, quiet=True)
     with pytest.raises(BadInput, match="is the folder of a run"):
         compare_methods(config, ["gpipe"], tmp_path, steps=0)
+
+
+def test_the_folder_of_ones_own_config_is_no_runs(tmp_path: Path) -> None:
+    """Story: collect my/config.yaml --out my was refused as the folder of a run."""
+    shutil.copy(ROOT / "configs" / "mlp_digits.yaml", tmp_path / "config.yaml")
+    assert compare_methods(load_config(tmp_path / "config.yaml"), ["gpipe"], tmp_path, steps=0)
 
 
 def test_each_method_has_a_turn_in_each_round(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import ipu_pipe
 from ipu_pipe.backends import world
@@ -392,6 +393,14 @@ def pass_different_arguments(rank: int, folder: Path) -> None:
     case = ON_PROCESSES["pipedream"]._replace(microbatches=1 + rank)
     with pytest.raises(BadInput, match="gradient_accumulation|microbatches"):
         Loop(case, **ON_TWO)
+    # stories: the first step waited for the deadline; or a trace had one rank's events alone
+    for key, values in {"trace": [None, range(2)], "loss": [None, cross_entropy]}.items():
+        model = make_perceptron()
+        keys: Dict[str, Any] = {"loss": cross_entropy, **ON_TWO, key: values[rank]}
+        with pytest.raises(BadInput, match=f"^{key}: rank 0 has null, rank 1 has "):
+            ipu_pipe.Pipeline(
+                model, optimizer=make_sgd(model.parameters()), method="pipedream", **keys
+            )
 
 
 def test_ranks_with_other_arguments_are_refused(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from ipu_pipe.run.train import train
 from ipu_pipe.schedule import timelines
 from ipu_pipe.schedule.clock import Costs, time_updates
 from ipu_pipe.schedule.methods import require_known_methods, resolve_method
-from ipu_pipe.store.folder import check_folder, read_summary
+from ipu_pipe.store.folder import check_folder, is_run, read_summary
 
 ERROR = "error: "
 MIB = 2**20
@@ -74,8 +74,8 @@ def compare_methods(
         name: [out / name, *(out / name / f"round-{r}" for r in range(2, rounds + 1))]
         for name in methods
     }
-    # both have a memory.json
-    is_runs = run_on_main(lambda: (out / "config.yaml").exists())
+    # both have a memory.json; a config.yaml alone may be the user's own
+    is_runs = run_on_main(lambda: is_run(out))
     raise_faults({f"--out: {out}: is the folder of a run: give another folder": is_runs})
     # all folders first: the last method's must not be refused after hours of the others
     run_on_main(

@@ -316,7 +316,7 @@ class Pipeline:
         if "warmup" in args:
             raise BadInput("method_args.warmup: use the argument warmup, a number of updates")
         if warmup:
-            # a loop has no epochs: `resolve` takes the number for updates
+            # a loop has no epochs: `build_job` takes the number for updates
             args["warmup"] = {"epochs": warmup}
         keys: dict[str, Any] = {
             "method": method,
@@ -335,19 +335,22 @@ class Pipeline:
             "clip": make_clip_section(clip, method),
             "ema": None if ema is None else {"decay": ema},
         }
-        asked = {"warmup": warmup, "heads": heads, "by_stage": by_stage}
+        asked: dict[str, Any] = {"warmup": warmup, "heads": heads, "by_stage": by_stage}
         with say_in(Language.PYTHON):
             self._config, self._method = _configure(keys, microbatches, self._stage_count, asked)
+            accumulate = self._config.gradient_accumulation
+            self._traced_updates = choose_traced_updates(trace, accumulate)
             # as given; those of the config stay where they were cut, until a module is replaced
             self._stages = self._config.stages
             kind = get_kind(self._config.backend.device)
             # a missing GPU is named at the first step
             if not kind.is_cuda:
                 require_device(kind.name)
+            # whether there is a loss, but not which: ranks have objects of their own
+            asked["loss"] = None if loss is None else "a function"
+            asked["trace"] = self._traced_updates or None
             self._column = self._join(process_group, data_group, asked)
             require_current_gpu(model, device)
-        accumulate = self._config.gradient_accumulation
-        self._traced_updates = choose_traced_updates(trace, accumulate)
         self._example = example
         self._loss_weight = loss_weight
         self._prepare_stage = prepare_stage

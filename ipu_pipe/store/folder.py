@@ -219,10 +219,10 @@ def _find_foreign(path: Path, outputs: list[str]) -> str | None:
     or if it is empty.
     """
     if outputs:
-        return None if _is_run(path) else f"{outputs[0]} is there, but no config.yaml of a run"
+        return None if is_run(path) else f"{outputs[0]} is there, but no config.yaml of a run"
     for entry in _list_entries(path):
         # an empty folder belongs to nobody
-        if (_list_entries(entry) or not entry.is_dir()) and not _is_run(entry):
+        if (_list_entries(entry) or not entry.is_dir()) and not is_run(entry):
             return f"it contains {entry.name}"
     return None
 
@@ -232,7 +232,7 @@ def _list_entries(path: Path) -> list[Path]:
     return sorted(entry for entry in path.iterdir() if entry.name != LOCK) if path.is_dir() else []
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
     """Return whether the folder has a config.yaml that a run wrote."""
     try:
         return (path / "config.yaml").is_file() and SPELT_OUT <= read_yaml(
