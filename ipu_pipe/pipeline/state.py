@@ -139,8 +139,9 @@ def parse_state(
         settings = handle.parse_settings(settings)
     if "layout" in state:
         _require_mapping(state, "layout")
-    stages = state.get("stages")
-    if stages is not None and not isinstance(stages, (list, tuple)):
+    stages = state.get("stages", [])
+    is_list = isinstance(stages, (list, tuple)) and all(isinstance(s, str) for s in stages)
+    if not is_list:
         raise BadInput(f"stages: {show(stages)}: must be a list of modules")
     return SavedState(
         model,
@@ -151,7 +152,7 @@ def parse_state(
         updates,
         drains,
         copy.deepcopy(state.get("layout")),
-        stages=None if stages is None else [str(name) for name in stages],
+        stages=list(stages) if "stages" in state else None,
     )
 
 
