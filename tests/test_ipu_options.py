@@ -299,7 +299,7 @@ def test_neighbours_on_one_ipu_are_one_stage_and_a_pipeline_has_twice_as_many_le
 
 
 SHARDED_STATE = "TensorLocations.setOptimizerLocation.useReplicatedTensorSharding"
-FACTS = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), 100, 50)
+FACTS = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]))
 NESTEROV = {"optimizer": ("sgd", [{"nesterov": True}])}
 OF_MODELS: List[Tuple[str, Dict[str, Any], Dict[str, Any], Dict[str, Any]]] = [
     ("stages", {}, {}, {"order": [1, 3, 2]}),

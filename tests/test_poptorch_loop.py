@@ -417,7 +417,7 @@ def test_unsupported_arguments_are_refused_as_by_train(
 def test_several_instances_of_poprun_are_refused(poptorch: Any, monkeypatch: Any) -> None:
     settings = make_ipu_config(on="poptorch", replicas=2, stages=4)
     method = resolve_method("gpipe", {})
-    facts = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), None, None)
+    facts = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), has_loop=True)
     assert check_model(settings, method, facts) == []
     for name, value in (("NUM_INSTANCES", 2), ("INSTANCE_INDEX", 0), ("NUM_LOCAL_REPLICAS", 1)):
         monkeypatch.setenv(f"POPDIST_{name}", str(value))

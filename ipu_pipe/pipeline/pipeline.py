@@ -1097,23 +1097,22 @@ class Pipeline:
             self._handle.claim()
             undo.callback(self._handle.release)
             undo.callback(record_modes(self.model))
-            device = self._config.backend.device
             # a device that is missing has no generator to restore
-            require_device(device)
+            require_device(config.backend.device)
+            device = torch.device(config.backend.device)
             # building seeds the generators and runs the model; the loop's own draws must not change
             # by it
-            with restore_random_states(torch.device(device)):
+            with restore_random_states(device):
                 # other shapes on a rank would end in gloo's abort, which names no cause
                 compare_inputs(x)
                 # later ones are compared with each result
                 if not self._modes:
                     compare_settings(self._handle.describe_settings())
-                set_process_state(config, torch.device(device))
+                set_process_state(config, device)
                 loss = OwnLoss() if self._loss is None else wrap_loss(self._loss)
                 client = LoopClient(self._handle, self._prepare_stage, self._traced_updates)
                 weight = make_loss_weight(self._loss_weight, loss)
-                where = torch.device(device)
-                setup = make_setup(config, self.model, self._data, loss, weight, where, client)
+                setup = make_setup(config, self.model, self._data, loss, weight, device, client)
                 # with its values, since a conversion to fewer bits loses some
                 undo.callback(setup.precision.give_back)
                 job = build_job(setup, client)

@@ -43,7 +43,7 @@ class ModelFacts(NamedTuple):
     torch.autograd.Function in the gradient's path. `ungraded`: operations inside torch.no_grad()
     through which a gradient would flow without it. `fixed_norms`: normalizations that use their
     running statistics (evaluation mode) in the gradient's path. `input_type`: dtype of the model's
-    input. `updates`, `updates_per_epoch`: None of an open run, whose batches a caller's loop gives.
+    input. `has_loop`: a caller's loop gives the batches.
     """
 
     stages: int
@@ -52,8 +52,7 @@ class ModelFacts(NamedTuple):
     empty: Sequence[int]
     written: Sequence[str]
     optimizer: tuple[str, Sequence[Mapping[str, Any]]]
-    updates: int | None
-    updates_per_epoch: int | None
+    has_loop: bool = False
     counters: Sequence[str] = ()
     functions: Sequence[str] = ()
     ungraded: Sequence[str] = ()
@@ -183,8 +182,7 @@ def observe_model(job: Job) -> ModelFacts:
         empty=sorted(set(range(1, len(part))) - set(part.begins.values())),
         written=[name for name in written if name in floating],
         optimizer=(list_kinds(job.optimizer)[0], job.optimizer.param_groups),
-        updates=None if job.updates == OPEN else job.updates,
-        updates_per_epoch=job.updates_per_epoch,
+        has_loop=job.updates == OPEN,
         counters=[
             name for name in written if name not in floating and not _is_counted(model, name)
         ],

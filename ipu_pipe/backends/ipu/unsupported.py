@@ -283,7 +283,7 @@ def check_model(config: PipelineConfig, method: Method, facts: ModelFacts) -> li
         cases = _list_stage_cases(config, method, facts)
     replicas = read_poprun_share(config.replicas).replicas
     model_cases = [*_list_model_cases(config, facts), *_list_sharding_cases(config, replicas)]
-    if facts.updates is None:
+    if facts.has_loop:
         model_cases += _list_loop_cases(config)
     return describe_cases(
         config, [*cases, *model_cases, *_list_optimizer_cases(*facts.optimizer, config)]
