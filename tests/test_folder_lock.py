@@ -152,9 +152,11 @@ def test_a_comparison_locks_both_folders(
     with hold_lock(out / "gpipe"):
         code, _, error_line = run_train_tool(*arguments)
         assert code == 2 and "gpipe: process" in error_line and error_line.count("\n") == 1
-        with pytest.raises(BadInput, match="gpipe: process .* writes a run there"):
-            compare_methods(load_short_config(), ["gpipe"], out, 2, overwrite=True, say=str)
     assert {k: v for k, v in read_tree(out).items() if ".lock" not in k} == before
+    compared = tmp_path / "compared"
+    with hold_lock(compared / "gpipe"):
+        with pytest.raises(BadInput, match="gpipe: process .* writes a run there"):
+            compare_methods(load_short_config(), ["gpipe"], compared, 2, overwrite=True, say=str)
 
 
 # ---- the lock
