@@ -45,7 +45,7 @@ test: install
 	$(PYTEST)
 
 test-slow: install
-	$(PYTEST) -m 'slow and not browser' --durations 40
+	$(PYTEST) -m 'slow and not browser' --durations 20
 
 test-all: install
 	$(PYTEST) -m 'not browser'

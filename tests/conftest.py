@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import List
+from typing import Any, Dict, List
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
@@ -31,3 +31,18 @@ def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the files that took longest, where --durations asks for times."""
+    if not terminalreporter.config.getoption("durations"):
+        return
+    seconds: Dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                file = report.nodeid.partition("::")[0]
+                seconds[file] = seconds.get(file, 0) + report.duration
+    terminalreporter.section("slowest files")
+    for file in sorted(seconds, key=seconds.__getitem__, reverse=True)[:30]:
+        terminalreporter.write_line(f"{seconds[file]:6.0f}s {file}")
