@@ -196,6 +196,54 @@ def test_a_new_length_that_fails_ends_every_rank(tmp_path: Path) -> None:
     assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))
 
 
+def draw_replica_words(k: int, replica: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(10 * k + replica)
+    return torch.randint(0, 20, (4, 4 + (k + 2 * replica) % 3), generator=draw)
+
+
+def make_exact_reader() -> Reader:
+    net = Reader().double()
+    net.drop.p = 0.0
+    return net
+
+
+def read_lengths_by_replica(rank: int, folder: Path) -> None:
+    net = make_exact_reader()
+    net.load_state_dict(torch.load(folder / "begin.pt"))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    pipe = ipu_pipe.Pipeline(
+        net, LOSS, optimizer, "gpipe", stages=["b"], microbatches=2, replicas=2, backend="distributed",
+        backend_args={"deadline": 60},
+    )  # fmt: skip
+    for k in range(3):
+        ids = draw_replica_words(k, pipe.replica)
+        pipe.step(ids, ids)
+    state = pipe.state_dict()
+    if rank == 0:
+        torch.testing.assert_close(
+            state["model"], torch.load(folder / "end.pt"), rtol=0, atol=1e-12
+        )
+
+
+@pytest.mark.slow
+@needs_processes
+def test_replicas_read_batches_of_other_lengths(tmp_path: Path) -> None:
+    """Story: the first batches of all replicas had to have one length, though each is padded to its
+    own longest sample."""
+    net = make_exact_reader()
+    torch.save(net.state_dict(), tmp_path / "begin.pt")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for k in range(3):
+        optimizer.zero_grad()
+        batches = [draw_replica_words(k, replica) for replica in range(2)]
+        assert len({ids.shape for ids in batches}) == 2
+        for ids in batches:
+            (LOSS(net(ids), ids) / 2).backward()
+        optimizer.step()
+    torch.save(net.state_dict(), tmp_path / "end.pt")
+    run_in_group(4, read_lengths_by_replica, tmp_path)
+
+
 # ---- one process
 
 

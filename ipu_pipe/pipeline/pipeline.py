@@ -1104,7 +1104,7 @@ class Pipeline:
             # by it
             with restore_random_states(device):
                 # other shapes on a rank would end in gloo's abort, which names no cause
-                compare_inputs(x)
+                compare_inputs(x, self.replica)
                 # later ones are compared with each result
                 if not self._modes:
                     compare_settings(self._handle.describe_settings())

@@ -18,7 +18,7 @@ from ipu_pipe.backends.processes.launch import compare_requests
 from ipu_pipe.backends.ranks import are_joined, gather_by_rank, gather_over
 from ipu_pipe.data.sources import compute_checksum
 from ipu_pipe.errors import BadInput
-from ipu_pipe.model.batch import describe_tensors
+from ipu_pipe.model.batch import count_samples, describe_tensors
 
 REMEDY = (
     "give all ranks the same model: make it from one seed (torch.manual_seed), or load the "
@@ -81,13 +81,22 @@ def compare_values(model: nn.Module, loss: Any, replaces_weights: bool) -> None:
     )
 
 
-def compare_inputs(x: Any) -> None:
+def compare_inputs(x: Any, replica: int) -> None:
     """Raise `BadInput` on all ranks if a rank's first microbatch has inputs of other shapes than
-    rank 0's.
+    another rank's of its replica, or another number of samples than any.
     """
     # other shapes would end in gloo's abort of the rank that receives
-    if _are_several():
-        _raise_first_difference({"step: inputs of a microbatch": describe_tensors(x)}, READ_ALIKE)
+    if not _are_several():
+        return
+    firsts: dict[int, tuple[int, Any]] = {}
+    samples = {"step: samples of a microbatch": count_samples(x)}
+    mine = {"step: inputs of a microbatch": describe_tensors(x)}
+    for rank, (number, counted, shapes) in gather_by_rank((replica, samples, mine)).items():
+        # replicas read batches of their own, which may have other lengths
+        for key, description in ((number, shapes), (-1, counted)):
+            first_rank, first = firsts.setdefault(key, (rank, description))
+            if faults := compare_requests(first, description, first_rank, rank):
+                raise BadInput(f"{faults[0]}: {READ_ALIKE}")
 
 
 def compare_settings(settings: dict[str, str]) -> None:
