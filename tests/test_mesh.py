@@ -252,6 +252,79 @@ def test_a_mesh_gives_the_emulators_weights(name: str, tmp_path: Path) -> None:
         assert_near(expected, actual, f"{name}: {row}")
 
 
+# ---- sequence parallelism: messages have a part of the words
+
+
+def compute_word_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def train_on_words(row: Row, **keys: Any) -> Dict[str, Any]:
+    """Train by a row on sequences of four words, and return the state."""
+    net = make_net()
+    pipe = ipu_pipe.Pipeline(
+        net, compute_word_loss, OPTIMIZERS[row[1]](net), stages=BOUNDARIES, clip=CLIPS[row[2]],
+        **METHODS[row[0]], **keys,
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(UPDATES):
+        size = (2 * pipe.microbatches, 4)
+        pipe.step(
+            torch.randn(*size, 6, generator=draw, dtype=torch.float64),
+            torch.randint(0, CLASSES, size, generator=draw),
+        )
+    pipe.drain()
+    state = pipe.state_dict()
+    pipe.close()
+    return state
+
+
+def train_words_in_parts(rank: int, folder: Path) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    mesh = make_mesh(pp=2, tp=2)
+    plan = {
+        "blocks.0": PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+        ),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    keys = {
+        "backend": "distributed", "deadline": 60, "process_group": mesh["pp"].get_group(),
+        "prepare_stage": lambda stage, index: parallelize_module(stage, mesh["tp"], plan),
+    }  # fmt: skip
+    for row in WORD_ROWS:
+        state = train_on_words(row, **keys)
+        if rank == 0:
+            torch.save(state["model"], folder / f"{row[0]}.pt")
+
+
+WORD_ROWS: List[Row] = [
+    ("gpipe", "adamw", "global"),
+    ("pipedream", "adamw", "stage"),
+    ("pipemare", "sgd", "delayed"),
+]
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_gives_the_emulators_weights(tmp_path: Path) -> None:
+    run_in_group(4, train_words_in_parts, tmp_path)
+    for row in WORD_ROWS:
+        weights = torch.load(tmp_path / f"{row[0]}.pt")
+        for name, value in train_on_words(row)["model"].items():
+            assert float((value - weights[name]).abs().max()) < 1e-12, (row, name)
+
+
 # ---- GPUs: FSDP2's collectives and posted receives share a device; not run on hardware
 
 
