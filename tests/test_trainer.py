@@ -347,9 +347,21 @@ def run_methods(folder: Path, where: str) -> None:
         "gpipe": {"callbacks": [EventRecorder(5)]},
     }
     for method, changes in runs.items():
-        trainer = make_trainer(folder / f"{method}-{where[:4]}", method=method, **changes)
+        predicted: List[torch.Tensor] = []
+
+        def keep_predictions(prediction: Any) -> Dict[str, float]:
+            predicted.append(torch.from_numpy(prediction.predictions))  # noqa: B023
+            return count_right(prediction)
+
+        trainer = make_trainer(
+            folder / f"{method}-{where[:4]}",
+            method=method,
+            compute_metrics=keep_predictions,
+            **changes,
+        )
         trainer.train()
-        torch.save((trainer.model.state_dict(), read_log(trainer)), folder / f"{method}.{where}")
+        results = (trainer.model.state_dict(), read_log(trainer), predicted)
+        torch.save(results, folder / f"{method}.{where}")
 
 
 def train_rank(rank: int, folder: Path, port: int) -> None:
@@ -369,9 +381,11 @@ def process_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("method", [*METHODS, "gpipe"])
 def test_processes_train_as_the_emulator(method: str, process_runs: Path) -> None:
-    weights, log = torch.load(process_runs / f"{method}.emulator")
+    """Story: other ranks than the first evaluated with NaN for the weights of other stages."""
+    weights, log, predicted = torch.load(process_runs / f"{method}.emulator")
     for rank in range(2):
-        other_weights, other_log = torch.load(process_runs / f"{method}.rank{rank}")
+        other_weights, other_log, predicted_here = torch.load(process_runs / f"{method}.rank{rank}")
+        torch.testing.assert_close(predicted, predicted_here, rtol=1e-4, atol=1e-4)
         if method != "gpipe":
             assert log == other_log
             assert_same(weights, other_weights)
@@ -388,7 +402,7 @@ def test_losses_leave_a_pipeline_later_and_none_is_lost(process_runs: Path) -> N
     leave before an evaluation."""
     logs = []
     for method in METHODS:
-        _, log = torch.load(process_runs / f"{method}.emulator")
+        _, log, _ = torch.load(process_runs / f"{method}.emulator")
         logs.append({line["step"]: line["loss"] for line in log if "loss" in line})
     flushed, pipelined = logs
     assert list(flushed) == [1, 2, 3, 4, 5, 6]
@@ -401,7 +415,7 @@ def test_a_run_of_processes_resumes_in_the_emulator(process_runs: Path, tmp_path
     samples = draw_samples("gpt2", EVEN)
     trainer = make_trainer(tmp_path, method="pipedream", pipeline=DELAYED, train_dataset=samples)
     trainer.train(resume_from_checkpoint=str(process_runs / "pipedream-rank" / "checkpoint-3"))
-    weights, log = torch.load(process_runs / "pipedream.emulator")
+    weights, log, _ = torch.load(process_runs / "pipedream.emulator")
     assert is_same_model(trainer.model, weights) and read_log(trainer) == log
 
 

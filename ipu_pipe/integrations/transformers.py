@@ -66,7 +66,7 @@ except (ImportError, RuntimeError) as error:
     reason = _describe_torchvision()
     # transformers' own error is several tracebacks long and does not name torchvision
     cause = None if reason else error
-    reason = reason or f"needs pip install 'ipu_pipe[transformers]': {error}"
+    reason = reason or f"needs pip install transformers accelerate: {error}"
     raise ImportError(f"ipu_pipe.integrations.transformers: {reason}") from cause
 
 KEYS = (
@@ -237,8 +237,7 @@ class PipelineTrainer(Trainer):
         raise_faults([f"pipeline.{key}: {show(pipeline[key])}: {why}" for key in unknown])
         if not hasattr(Trainer, "_run_epoch"):
             raise BadInput(
-                "transformers: PipelineTrainer needs version 5: pip install "
-                "'ipu_pipe[transformers]'"
+                "transformers: PipelineTrainer needs version 5: pip install -U transformers"
             )
         super().__init__(*args, **kwargs)
         handler = self.callback_handler
@@ -257,7 +256,7 @@ class PipelineTrainer(Trainer):
         if self._config.backend.facts.trains_on is not None:
             name = self._config.backend.name
             raise BadInput(
-                f"pipeline.backend.name: {name}: PipelineTrainer has emulator and distributed"
+                f"pipeline.backend.name: {name}: PipelineTrainer has emulator, distributed and xla"
             )
         launch(self._config, {"output_dir": self.args.output_dir})
         PipelineTrainer._has_joined = is_distributed()
@@ -633,7 +632,7 @@ class PipelineTrainer(Trainer):
             yield
             return
         self._add_losses(self._pipe.drain())
-        with self._pipe.whole_model():
+        with self._pipe.whole_model(everywhere=True):
             self._is_whole = True
             try:
                 yield
