@@ -139,7 +139,7 @@ documented: install
 	$(BIN)/python tools/documented.py --limit $(LIMIT)
 
 # Run the papers' experiments, of those that train the short ones: 50 minutes on two cores, measured.
-# reproduce-full: all of them, by estimate 16 core-hours. Finished runs are kept.
+# reproduce-full: all of them, by estimate 26 core-hours. Finished runs are kept.
 SMALL := 0.25
 
 reproduce: install

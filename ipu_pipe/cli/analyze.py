@@ -25,7 +25,7 @@ WRITERS = {
 EPILOG = """
 RUN is a run's folder, a *.trace, a Chrome trace of ipu_pipe (trace.json.gz), a trace of PyTorch's
 profiler or a folder of them (a file a rank), or PopVision's profile.pop (or its folder) or *.pvti.
-docs/traces.md says what each number means.
+docs/reference/analysis.md says what each number means.
 
 examples:
   python tools/analyze.py runs/digits                         the bottleneck, and what would help

@@ -462,8 +462,8 @@ class Pipeline:
         """Run the pipeline empty. Return the updates that left it and were not returned yet; the
         next step fills it again.
 
-        A drain is a part of the method's mathematics: the passes after it read weights that are
-        less stale. Calling it again changes nothing. Raise `ValueError` where the method cannot
+        A drain changes what is trained: the passes after it read weights that are less stale.
+        Calling it again changes nothing. Raise `ValueError` where the method cannot
         drain (`can_drain`).
         """
         self._require_usable("drain")

@@ -1,6 +1,6 @@
 """Compute the figures of a trace from its columns, and show them as text and pictures.
 
-docs/traces.md explains each figure.
+docs/reference/analysis.md explains each figure.
 
     analyze        all figures as one record, for all outputs: `analyze`, `analyze_run`
     metadata       the keys of a trace's metadata: `RunMetadata`

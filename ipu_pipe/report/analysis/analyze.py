@@ -1,7 +1,7 @@
 """Compute all figures of a trace as one record, from which every output (text, JSON, web page,
 picture) is made.
 
-docs/traces.md explains each figure.
+docs/reference/analysis.md explains each figure.
 """
 
 from __future__ import annotations

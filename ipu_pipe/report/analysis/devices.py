@@ -53,7 +53,7 @@ def measure_devices(
     events: Events, devices: Sequence[int], span: tuple[int, int]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Divide the span of each device that has events, and of each of `devices`, into parts that
-    docs/traces.md defines.
+    docs/reference/analysis.md defines.
 
     Return the analysis's rows of devices, and the part of all communication that overlaps with
     compute.
