@@ -2,6 +2,7 @@
 
     python -m tests.mutants.run                 all of them, on two processes; takes hours
     python -m tests.mutants.run "drain" --jobs 1    those whose idea or file has the word
+    python -m tests.mutants.run --missing       those without a result in results.json
     python -m tests.mutants.run --list          print them without a run
 
 A fault that no test finds is printed as SURVIVED, and the command ends with code 1. The first test
@@ -139,24 +140,35 @@ def main() -> int:
         "words", nargs="*", help="run the faults whose idea or file has one of these"
     )
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (2)")
+    parser.add_argument("--missing", action="store_true", help="run those without a result")
     parser.add_argument("--list", action="store_true", help="print the faults without a run")
     arguments = parser.parse_args()
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     mutants = [
         mutant
         for mutant in read_mutants()
-        if not arguments.words
-        or any(word in f"{mutant.idea} {mutant.file}" for word in arguments.words)
+        if not (arguments.missing and mutant.idea in results)
+        and (
+            not arguments.words
+            or any(word in f"{mutant.idea} {mutant.file}" for word in arguments.words)
+        )
     ]
     if arguments.list:
         for mutant in mutants:
             print(f"{mutant.file}: {mutant.idea}")
         return 0
-    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     survivors = 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for mutant, result in zip(mutants, pool.map(run_mutant, mutants)):
             survivors += not result["killed_by"]
-            results[mutant.idea] = result
+            results[mutant.idea] = {**result, "commit": commit}
             print(
                 f"{result['killed_by'] or 'SURVIVED':60} {result['seconds']:>4} s  {mutant.idea}",
                 flush=True,
