@@ -212,6 +212,22 @@ def gather_weights(
                 tensor.data = value.to(tensor.device)
 
 
+def gather_unsaved_buffers(
+    mail: Mail, model: nn.Module, freed: Sequence[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the buffers that the model's state dict lacks, whole, each from a rank that has it, on
+    rank 0; none on other ranks.
+    """
+    saved = model.state_dict()
+    freed_ids = {id(tensor) for tensor in freed}
+    here = {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).cpu()
+        for name, t in model.named_buffers()
+        if name not in saved and id(t) not in freed_ids
+    }
+    return {name: t for part in gather(mail, here) or [] for name, t in part.items()}
+
+
 # ---- memory of the other ranks' stages
 
 

@@ -369,20 +369,20 @@ class ProcessEngine(Engine):
         on other ranks than the first, unless `everywhere`.
         """
         state = self.collect_state()
+        with self._attribute_errors():
+            buffers = collect.gather_unsaved_buffers(self._mail, self.run.model, self._freed)
         if everywhere:
-            values = [state]
+            values = [state, buffers]
             with self._attribute_errors(), detect_lost_rank(limit=self._mail.limit):
                 world.broadcast_object_list(values, 0, self._mail.group)
-            (state,) = values
+            state, buffers = values
         if state is None:
             return None
         # the recorded model is on the meta device, without values
         model = copy.deepcopy(self._cut[0].cut.recorded_model).to_empty(device=self.run.device)
         model.load_state_dict(state.model)
-        # a state lacks some buffers
-        buffers = dict(self.run.model.named_buffers())
         for name, buffer in model.named_buffers():
-            if name not in state.model:
+            if name in buffers:
                 buffer.copy_(buffers[name])
         for copied, module in zip(model.modules(), self.run.model.modules()):
             copied.training = module.training
