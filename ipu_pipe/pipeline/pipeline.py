@@ -183,8 +183,8 @@ class Pipeline:
     optimizer:  over the model's parameters, in any groups; parameters in no group are not changed.
                 It stays the handle for learning rates and other settings, which are copied at each
                 `step` for that batch's update, on every stage. The
-                pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual, except
-                on xla and IPUs, which have it on their devices: `state_dict()` collects it.
+                pipeline steps it: `optimizer.step()` raises. Its `state` is filled as usual: on
+                processes of the stages here, on xla and IPUs of none; `state_dict()` collects it.
     heads:      settings in which the auxiliary heads of a local method differ from the optimizer's
                 first group, such as {"lr": 0.1}; these stay as they are when a scheduler changes
                 the group.
@@ -771,6 +771,7 @@ class Pipeline:
             flow.drains,
             layout,
             None if partition.spread else partition.begin_names(),
+            world.get_world_size() if are_joined() else 1,
         )
 
     def _describe_loaded(self, sharded: bool) -> dict[str, Any]:
@@ -791,7 +792,7 @@ class Pipeline:
             return {}
         # the weights of a part are loaded with the first step
         model = {} if is_part else self.model.state_dict()
-        saved = take_back(saved, self.model, self._handle.optimizer, are_joined())
+        saved = take_back(saved, self.model, self._handle.optimizer)
         weights = {**model, **saved.model}
         loss = saved.loss if is_part else export_loss(self._loss)
         state = CheckpointState(weights, saved.optimizer, saved.plain, loss)
@@ -804,6 +805,7 @@ class Pipeline:
             saved.drains,
             saved.layout,
             saved.stages,
+            saved.ranks,
         )
 
     def _collect_settings(self) -> dict[str, Any]:
@@ -1084,7 +1086,7 @@ class Pipeline:
         config = self._config.model_copy(update={"micro_batch_size": count_samples(x)})
         if self._loaded is not None:
             # before the model is converted
-            self._loaded = take_back(self._loaded, self.model, self._handle.optimizer, are_joined())
+            self._loaded = take_back(self._loaded, self.model, self._handle.optimizer)
         with attribute_faults(lambda: "before training"), contextlib.ExitStack() as undo:
             # a batch or arguments that do not fit leave the model and the optimizer as they were
             if self._loaded is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ipu_pipe.backends.interface import POPTORCH_PREFIX, CheckpointState
+from ipu_pipe.backends.ranks import are_joined
 from ipu_pipe.errors import BadInput
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.pipeline.optimizer import OptimizerHandle
@@ -52,7 +53,7 @@ class SavedState(NamedTuple):
 
     `is_handed_over`: the model has the weights already, and the caller's optimizer its entries.
     `stages`: the modules at which the second and later stages begin; None in states of earlier
-    versions, and for stages that divide modules.
+    versions, and for stages that divide modules. `ranks`: the processes that it was collected from.
     """
 
     model: dict[str, torch.Tensor]
@@ -65,6 +66,7 @@ class SavedState(NamedTuple):
     layout: Any = None
     is_handed_over: bool = False
     stages: list[str] | None = None
+    ranks: int = 1
 
 
 def describe_state(
@@ -75,11 +77,13 @@ def describe_state(
     drains: Iterable[int],
     layout: Mapping[str, Any] | None = None,
     stages: Sequence[str] | None = None,
+    ranks: int = 1,
 ) -> dict[str, Any]:
-    """Return a copy of an engine's state, with the settings, the position, the place of a part and
-    the cut, as `parse_state` reads it.
+    """Return a copy of an engine's state, with the settings, the position, the place of a part, the
+    cut and the number of processes, as `parse_state` reads it.
     """
     described = {
+        **({} if ranks == 1 else {"ranks": ranks}),
         **({} if layout is None else {"layout": layout}),
         **({} if stages is None else {"stages": list(stages)}),
         "format": FORMAT,
@@ -153,6 +157,7 @@ def parse_state(
         drains,
         copy.deepcopy(state.get("layout")),
         stages=list(stages) if "stages" in state else None,
+        ranks=_require_count("ranks", state.get("ranks", 1)),
     )
 
 
@@ -219,7 +224,7 @@ def _copy_tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]
 
 def _require_count(key: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MOST_UPDATES:
-        raise BadInput(f"{key}: {show(value)}: must be a whole number of updates")
+        raise BadInput(f"{key}: {show(value)}: must be a whole number, at least 0")
     return value
 
 
@@ -426,14 +431,9 @@ def hand_over(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimi
     return saved._replace(model=rest, is_handed_over=True)
 
 
-def take_back(
-    saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer, is_one_of_several: bool
-) -> SavedState:
+def take_back(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimizer) -> SavedState:
     """Return a state with the caller's entries of now, and without the weights that the caller has
     written since it was handed over.
-
-    `is_one_of_several`: the state of rank 0's optimizer, which the caller may have loaded since, has
-    no entries of other ranks' stages.
     """
     if not saved.is_handed_over:
         return saved
@@ -446,7 +446,9 @@ def take_back(
     names = _list_names(model, optimizer)
     callers = set(names.values())
     tensors, plain = export_state(optimizer, names)
-    if is_one_of_several:
+    # the state of a rank's optimizer, which the caller may have loaded since, has no entries of other
+    # ranks' stages
+    if are_joined() or saved.ranks > 1:
         callers = {key.rpartition("/")[0] for key in (*tensors, *plain)}
     others = {key: t for key, t in saved.optimizer.items() if not _is_callers(key, callers)}
     plain_others = {key: v for key, v in saved.plain.items() if not _is_callers(key, callers)}
