@@ -316,14 +316,15 @@ def test_ranks_refuse_coupled_optimizers_and_keep_groups(tmp_path: Path) -> None
 # ---- ranks with other settings
 
 
-def differ_later(rank: int, folder: Path, method: str, name: str) -> None:
+def differ_later(rank: int, folder: Path, method: str, name: str, replicas: int) -> None:
+    where: Dict[str, Any] = {"stages": ["2"], "backend": "distributed", "replicas": replicas}
     sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     at_once = functools.partial(torch.optim.SGD, lr=0.1 + rank, momentum=0.9)
-    pipe = make_pipeline(method, at_once, stages=["2"], backend="distributed")
+    pipe = make_pipeline(method, at_once, **where)
     with pytest.raises(BadInput, match="^optimizer: group 0: lr: "):
         pipe.step(*make_batch(0))
     pipe.abort()
-    pipe = make_pipeline(method, sgd, stages=["2"], backend="distributed")
+    pipe = make_pipeline(method, sgd, **where)
     for k in range(4):
         # both ranks change the same, as schedulers do
         pipe.optimizer.param_groups[0]["lr"] = 0.1 / (k + 1)
@@ -341,10 +342,15 @@ def differ_later(rank: int, folder: Path, method: str, name: str) -> None:
 
 
 @needs_processes
-@pytest.mark.parametrize("method, name", [("gpipe", "momentum"), ("pipedream", "lr")])
-def test_ranks_whose_settings_part_are_refused(method: str, name: str, tmp_path: Path) -> None:
-    """Each stage was trained with its own rank's rate, and nobody said so."""
-    run_in_group(2, functools.partial(differ_later, method=method, name=name), tmp_path)
+@pytest.mark.parametrize(
+    "method, name, replicas", [("gpipe", "momentum", 1), ("pipedream", "lr", 1), ("gpipe", "lr", 2)]
+)
+def test_ranks_whose_settings_part_are_refused(
+    method: str, name: str, replicas: int, tmp_path: Path
+) -> None:
+    """Each stage or replica was trained with its own rank's rate, and nobody said so."""
+    work = functools.partial(differ_later, method=method, name=name, replicas=replicas)
+    run_in_group(2, work, tmp_path)
     assert (tmp_path / "0.ended").exists() and (tmp_path / "1.ended").exists()
 
 

@@ -578,22 +578,29 @@ class ResultCollection:
             # None on a rank that collects and has not the first stage
             if checksums is not None and not torch.equal(checksums, column):
                 self._require_same_batches(k, stage, checksums * column)
-            self._require_same_settings(k, stage, results[0, self._columns + 1 :])
+            rank = world.name_rank(self._layout.find_rank(stage))
+            self._require_same_settings(k, rank, results[0, self._columns + 1 :])
             tables.append(results[:, : self._columns])
         table = torch.stack(tables)  # (blocks, microbatches, columns)
         if self._group is not None:
             start = self._recorder.mark()
-            replicas = self._mail.all_gather(table, self._group)
+            settings = torch.tensor(self._compared.digest(k), dtype=torch.float64)
+            sent = torch.cat([table.flatten(), settings])
+            gathered = self._mail.all_gather(sent, self._group)
             self._recorder.add("wait", k, start, carries="losses")
+            replicas = []
+            for rank, one in zip(world.list_global_ranks(self._group), gathered):
+                self._require_same_settings(k, rank, one[table.numel() :])
+                replicas.append(one[: table.numel()].view_as(table))
             # the emulator's order: microbatch 0 of each replica, microbatch 1 of each replica, ...
             table = torch.stack(replicas, dim=2).flatten(1, 2)
         # the whole model's loss is the last one
         blocks = [average(rows) for rows in table]
         return StepResult(*blocks[-1], self._samples, tuple(blocks) if len(blocks) > 1 else ())
 
-    def _require_same_settings(self, k: int, stage: int, digests: torch.Tensor) -> None:
-        """Raise `RunFault` if the rank of a stage has given the optimizer other settings for update
-        k than this rank.
+    def _require_same_settings(self, k: int, rank: int, digests: torch.Tensor) -> None:
+        """Raise `RunFault` if another rank, by its global number, has given the optimizer other
+        settings for update k than this rank.
         """
         compared = self._compared
         other = digests.tolist()
@@ -601,7 +608,7 @@ class ResultCollection:
         if here == other:
             return
         names = [name for name, a, b in zip(compared.names, here, other) if a != b]
-        ranks = [world.name_rank(r) for r in (self._layout.rank, self._layout.find_rank(stage))]
+        ranks = sorted((world.name_rank(self._layout.rank), rank))
         raise RunFault(
             f"step: optimizer: {', '.join(names)}: rank {ranks[0]} and rank {ranks[1]} have "
             f"different settings for step {k}: {SET_ALIKE}"
