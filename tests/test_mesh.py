@@ -328,6 +328,37 @@ def test_sequence_parallelism_gives_the_emulators_weights(tmp_path: Path) -> Non
             assert float((value - weights[name]).abs().max()) < 1e-12, (row, name)
 
 
+# ---- columns that are replicas of one another
+
+
+def measure_in_columns(rank: int, folder: Path) -> None:
+    columns = [dist.new_group([r]) for r in range(2)]
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
+    pipe = ipu_pipe.Pipeline(
+        net, cross_entropy, torch.optim.SGD(net.parameters(), lr=0.05), "gpipe", stages=1, microbatches=1,
+        backend="distributed", deadline=60, process_group=columns[rank], data_group=dist.group.WORLD, trace=True,
+    )  # fmt: skip
+    batches = [[(x.float(), y) for x, y in draw_mesh_batches(k, 2, 2)] for k in range(UPDATES + 1)]
+    for k in range(UPDATES):
+        pipe.step(*batches[k][rank])
+    losses: List[Any] = [None] * 2
+    dist.all_gather_object(losses, [pipe.evaluate([batches[-1][one]])["loss"] for one in (0, rank)])
+    # one set has one value, and parts of a set their own
+    assert losses[0][0] == losses[1][0] and losses[0][1] != losses[1][1]
+    trace = pipe.trace(folder / "trace")
+    assert (trace is None) == (rank == 1)
+    if trace is not None:
+        assert [device["index"] for device in trace.analysis["devices"]] == [0]
+    pipe.close()
+
+
+@pytest.mark.slow
+def test_columns_agree_on_an_evaluation_and_write_one_trace(tmp_path: Path) -> None:
+    """Story: BatchNorm's statistics differ between columns, so that a scheduler fed by an evaluation set other rates; all
+    columns wrote one file at once, whose analysis had the devices of the others, idle."""
+    run_in_group(2, measure_in_columns, tmp_path)
+
+
 # ---- GPUs: FSDP2's collectives and posted receives share a device; not run on hardware
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
+from ipu_pipe.backends import world
 from ipu_pipe.backends.interface import Engine
 from ipu_pipe.config.sections import TraceConfig
 from ipu_pipe.errors import BadInput
@@ -57,8 +58,8 @@ def choose_traced_updates(trace: range | bool | None, accumulate: int) -> range:
 
 
 def write_trace(job: Job, engine: Engine, folder: Path) -> PipelineTrace | None:
-    """Write the recorded events and their page into a folder, on the main process; return None on
-    others.
+    """Write the recorded events and their page into a folder, on the main process, of several
+    columns that of the first one; return None on others.
 
     `job`: with the schedule of the updates so far. On the emulator, which has no clock of each
     device, the clock plays the schedule with the measured times of the stages' passes.
@@ -66,8 +67,11 @@ def write_trace(job: Job, engine: Engine, folder: Path) -> PipelineTrace | None:
     # both by all ranks, before those without a report return
     measured = engine.report()
     seconds = engine.profile()
-    if measured is None:
+    if measured is None or world.get_replica():
         return None
+    if world.get_data_group() is not None:
+        # the events are those of this column alone
+        job = replace(job, config=job.config.model_copy(update={"replicas": 1}))
     file = folder / "trace.json.gz"
     page = folder / "trace.html"
     folder.mkdir(parents=True, exist_ok=True)

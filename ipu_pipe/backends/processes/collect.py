@@ -430,7 +430,20 @@ class Evaluation:
                 f"data: {self._run.batches.name}: evaluation: the ranks read different test sets: "
                 f"{DRAW_ALIKE}"
             )
+        by_stage = self._share_over_columns(by_stage)
         return [evaluate_sums(metrics, by_stage[stage][:-1]) for stage in self._with_loss]
+
+    def _share_over_columns(self, by_stage: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sums of the first column, whose running statistics (BatchNorm) differ from
+        those of the others; a column's own if they have evaluated other sets.
+        """
+        group = world.get_data_group()
+        if group is None:
+            return by_stage
+        columns = self._mail.all_gather(torch.stack(by_stage), group)
+        # the last one of each row is the checksum of the set
+        is_one_set = all(torch.equal(sums[:, -1], columns[0][:, -1]) for sums in columns)
+        return list(columns[0]) if is_one_set else by_stage
 
     def predict(self, x: Any) -> Any:
         """Return the output of the last stage for inputs `x`, on every rank."""
