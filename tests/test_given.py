@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from ipu_pipe.job.overrides import describe
 from ipu_pipe.report.run_text import format_opening
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
-from tests.support.runs import DIGITS, list_faults, read_summary
+from tests.support.processes import run_in_group
+from tests.support.runs import DIGITS, list_faults, needs_processes, read_summary
 
 SHORT = [
     "steps=2",
@@ -93,6 +95,23 @@ def test_a_run_whose_optimizer_keeps_numbers_in_its_groups_is_not_resumed(
         BadInput, match="optimizer: keeps k outside of its parameters' entries, which a"
     ):
         train(longer, out, optimizer=optimizer, resume=True, quiet=True)
+
+
+def train_counting_on_the_last_stage(rank: int, folder: Path) -> None:
+    config = load_two_stage_config(
+        "checkpoint.every=1", "backend.name=distributed",
+        "optimizer={groups: [{match: ['3.*'], name: 'tests.test_given:Counting', lr: 0.1}, {name: sgd, lr: 0.1}]}",
+    )  # fmt: skip
+    train(config, folder / "run", model=make_small_model(), quiet=True)
+
+
+@pytest.mark.slow
+@needs_processes
+def test_a_checkpoint_knows_what_the_optimizer_of_another_rank_keeps(tmp_path: Path) -> None:
+    """Story: rank 0 wrote only what the optimizer of its own stages had written into its groups."""
+    run_in_group(2, train_counting_on_the_last_stage, tmp_path)
+    (manifest, *_) = tmp_path.glob("run/checkpoints/*/manifest.json")
+    assert json.loads(manifest.read_text())["written_settings"] == ["k"]
 
 
 def test_files_record_objects_from_python_and_resuming_compares_them(tmp_path: Path) -> None:

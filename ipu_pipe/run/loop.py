@@ -14,7 +14,7 @@ from typing import Any, Mapping, Sequence
 import torch
 
 from ipu_pipe.backends.interface import Report, StepResult
-from ipu_pipe.backends.ranks import are_joined, is_main, run_on_main
+from ipu_pipe.backends.ranks import are_joined, gather_objects, is_main, run_on_main
 from ipu_pipe.config.compare import dump_config
 from ipu_pipe.errors import RunFault, find_user_fault
 from ipu_pipe.files import atomic_file, write_json, write_text
@@ -550,15 +550,17 @@ class TrainingLoop:
         states, position.stopped = run_on_main(
             lambda: (self.callbacks.collect_states(), self.callbacks.stop_reason)
         )
+        # entries of its state that are no parameter's
+        self.written_settings |= {
+            str(key) for key in self.job.optimizer.state if not isinstance(key, torch.Tensor)
+        }
+        if are_joined():
+            # an optimizer by groups may write into those of another rank's stages alone
+            self.written_settings.update(*gather_objects(self.written_settings))
         manifest = {}
         if state is not None:
             state = join_loss(state)
             manifest = make_manifest(self.job, position, state.plain, states)
-            # entries of its state that are no parameter's
-            state_keys = self.job.optimizer.state
-            self.written_settings |= {
-                str(key) for key in state_keys if not isinstance(key, torch.Tensor)
-            }
             manifest["written_settings"] = sorted(self.written_settings)
             if self.written_settings and self.saver.newest is None:
                 self.progress.say(
