@@ -11,9 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.pipeline import seam
+from ipu_pipe.pipeline.absent import AbsentWeights
 from ipu_pipe.pipeline.gradients import OwnGradients
 from ipu_pipe.replay import weights as stored_weights
 from tests.support.acts import (
@@ -441,6 +443,17 @@ def test_weights_on_ipus_are_not_numbers_between_two_steps(poptorch: Any) -> Non
         assert model is not None and all(bool(p.isfinite().all()) for p in model.parameters())
     scene.pipe.close()
     assert all(bool(p.isfinite().all()) for p in scene.model.parameters())
+
+
+def test_the_state_of_a_model_inside_the_pipelines_module_is_refused() -> None:
+    """Story: callbacks of Trainer, whose loss has the model, saved NaN."""
+    net = nn.Linear(2, 2)
+    absent = AbsentWeights(nn.Sequential(net, nn.ReLU()))
+    absent.arm(hides_memory=False)
+    with pytest.raises(RuntimeError, match="newest weights are not all"):
+        net.state_dict()
+    absent.end()
+    net.state_dict()
 
 
 def test_walks_are_drawn_with_every_method_and_act() -> None:

@@ -30,7 +30,7 @@ class AbsentWeights:
         self._absent: list[torch.Tensor] = []
         # calls inside one another, such as a prediction inside `whole_model`
         self._depth = 0
-        self._hook: Any = None
+        self._hooks: list[Any] = []
 
     def arm(self, hides_memory: bool) -> None:
         """Refuse `model.state_dict()` between calls from now on.
@@ -42,7 +42,13 @@ class AbsentWeights:
         # whole numbers have no NaN
         self._tensors = [t for t in tensors if t.is_floating_point() and t.numel()]
         self._absent = [_make_absent(tensor) for tensor in self._tensors]
-        self._hook = self._model.register_state_dict_pre_hook(self._refuse_state_dict)
+        count = len(list(self._model.parameters()))
+        # a module inside that has all parameters is the caller's model, too: Trainer's, within its loss
+        self._hooks = [
+            module.register_state_dict_pre_hook(self._refuse_state_dict)
+            for module in self._model.modules()
+            if len(list(module.parameters())) == count
+        ]
 
     def _refuse_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not self._depth:
@@ -71,9 +77,9 @@ class AbsentWeights:
         self.show()
         self._tensors = []
         self.hide()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def _make_absent(tensor: torch.Tensor) -> torch.Tensor:

@@ -372,7 +372,7 @@ class ProcessEngine(Engine):
         with self._attribute_errors():
             buffers = collect.gather_unsaved_buffers(self._mail, self.run.model, self._freed)
         if everywhere:
-            values = [state, buffers]
+            values: list[Any] = [state, buffers]
             with self._attribute_errors(), detect_lost_rank(limit=self._mail.limit):
                 world.broadcast_object_list(values, 0, self._mail.group)
             state, buffers = values
