@@ -288,6 +288,12 @@ def fail_on_one_rank(rank: int, folder: Path) -> None:
         with pytest.raises(RunFault, match="earlier call has failed"):
             call()
     assert loop.pipe.close() == []
+    # a metric's fault, which the last stage alone finds
+    loop = begin("pipedream", deadline=10_000)
+    with pytest.raises(BadInput if rank else RunFault) as fault:
+        loop.pipe.evaluate([make_loop_batch(loop.case, 3)], {"hits": lambda output, y: y})
+    assert rank == 1 or "rank 1 has left evaluate with an error" in str(fault.value)
+    loop.pipe.abort()
     begin("pipedream").close()
 
 

@@ -28,7 +28,7 @@ from ipu_pipe.backends.processes.update import DRAW_ALIKE
 from ipu_pipe.cut.crossing import Crossing, TensorSpec
 from ipu_pipe.cut.cutting import Piece
 from ipu_pipe.data.sources import compute_checksum
-from ipu_pipe.errors import RunFault
+from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.job.evaluation import BatchReader, EvaluationResult, Metrics, Tally, evaluate_sums
 from ipu_pipe.local.blocks import HEADS, get_activation, get_blocks
 from ipu_pipe.model.batch import count_samples, describe_tensors
@@ -469,7 +469,8 @@ class Evaluation:
             _require_alike(asked, other)
         with detect_lost_rank(limit=self._mail.limit):
             world.broadcast_object_list(outputs, layout.placement[last], self._mail.group)
-        return outputs[0]
+        device = self._run.device
+        return tree_map(lambda t: t.to(device) if isinstance(t, torch.Tensor) else t, outputs[0])
 
     @contextlib.contextmanager
     def _enter_evaluation(self) -> Iterator[None]:
@@ -511,7 +512,12 @@ class Evaluation:
             for model in self._models:
                 output = self._run_stage(model, batch, x, crossings, asked)
                 if model.stage in self._with_loss:
-                    tallies[model.stage].add(output, y, count_samples(x))
+                    try:
+                        tallies[model.stage].add(output, y, count_samples(x))
+                    except BadInput:
+                        # a metric's fault, which ranks without a loss do not find
+                        self._mail.leave()
+                        raise
             if self._layout.replicas > 1 and self._layout.column is None:
                 store = world.get_own_store()
                 limit = self._mail.limit
