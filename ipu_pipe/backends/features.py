@@ -261,6 +261,17 @@ FEATURES = (
         "untie them",
     ),
     Feature(
+        "an optimizer that is switched for evaluations, with a weight in two stages",
+        "optimizer",
+        lambda job: (
+            hasattr(type(job.optimizer), "eval")
+            and _find_tied(job)
+            and type(job.optimizer).__name__
+        ),
+        {PROCESSES: "a switch does not reach the copies of weights of several stages"},
+        "untie them",
+    ),
+    Feature(
         "`lr_schedule.name: plateau`",
         "lr_schedule.name",
         lambda job: job.plateau and "plateau",
