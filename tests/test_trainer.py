@@ -531,6 +531,7 @@ class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]
     ("bf16", {"bf16": True}),
     ("activation_checkpointing", {"activation_checkpointing": True}),
     ("neftune_noise_alpha", {"neftune_noise_alpha": 5.0}),
+    ("save_on_each_node", {"save_on_each_node": True}),
     ("pipeline.replicas", {"pipeline": {"replicas": 2}}),
     ("pipeline.method", {"pipeline": {"method": "gpype"}}),
     ("pipeline.backend.name", {"pipeline": {"backend": {"name": "poptorch"}}}),

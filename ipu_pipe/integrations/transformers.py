@@ -109,6 +109,10 @@ REFUSED: dict[str, Any] = {
     "fsdp": (None, "divides the model itself"),
     "parallelism_config": (None, "divides the model itself"),
     "debug": (None, PASSES),
+    "save_on_each_node": (
+        False,
+        "the first process alone writes: output_dir must be a folder that all processes share",
+    ),
 }
 
 
