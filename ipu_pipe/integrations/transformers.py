@@ -231,6 +231,8 @@ class PipelineTrainer(Trainer):
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
         self._pipe: Pipeline | None = None
+        # whether this training has made a step, before which each process has the whole model
+        self._has_stepped = False
         self._is_whole = False
         # the batches of the update that Trainer's loop has begun
         self._gathered: list[Mapping[str, Any]] = []
@@ -458,6 +460,7 @@ class PipelineTrainer(Trainer):
         # by the names of `LossModel`, which has the model as its child
         self._names = {p: f"model.{name}" for name, p in self.model.named_parameters()}
         self._pipe = self._make_pipeline(model, len(train_dataloader))
+        self._has_stepped = False
         self.optimizer = self._pipe.optimizer
         super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
@@ -551,6 +554,7 @@ class PipelineTrainer(Trainer):
             module.training = mode
         assert self._pipe is not None
         microbatches = self._make_microbatches(batches, num_items_in_batch)
+        self._has_stepped = True
         return self._sum_losses(
             self._pipe.step(microbatches=[(inputs, None) for inputs in microbatches])
         )
@@ -631,8 +635,7 @@ class PipelineTrainer(Trainer):
     @contextlib.contextmanager
     def _hold_whole_model(self) -> Iterator[None]:
         """Drain, and hold the whole model with its newest weights in every process."""
-        # before the first batch the model still has all its weights
-        if self._pipe is None or self._is_whole or not self._pipe.updates:
+        if self._pipe is None or self._is_whole or not self._has_stepped:
             yield
             return
         self._add_losses(self._pipe.drain())
