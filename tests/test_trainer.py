@@ -494,6 +494,21 @@ class FailingCallback(transformers.TrainerCallback):  # type: ignore[misc, name-
             raise KeyError("mine")
 
 
+def run_unlike_metrics(folder: Path, rank: int) -> None:
+    """Train with metrics of which each rank has its own, and save what the rank decided by them."""
+    scores = iter([[0.5, 0.25], [0.125, 0.75]][rank])
+    trainer = make_trainer(
+        folder / "best", "bert", "gpipe", max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="best",
+        metric_for_best_model="score", compute_metrics=lambda _: {"score": next(scores)}, pipeline=DEADLINE,
+        lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0, "mode": "max"}, warmup_steps=0,
+    )  # fmt: skip
+    trainer.train()
+    state = trainer.state
+    decided = (state.best_metric, state.best_global_step, trainer.optimizer.param_groups[0]["lr"])
+    flags = [state.is_local_process_zero, state.is_world_process_zero]
+    torch.save((decided, flags), folder / f"best.rank{rank}")
+
+
 def run_failures(folder: Path, rank: int) -> None:
     """Train where the first process fails, and save the error with which this rank ends."""
     for name in FAILURES:
@@ -513,6 +528,7 @@ def run_failures(folder: Path, rank: int) -> None:
 
 def train_unlike_rank(rank: int, folder: Path, port: int) -> None:
     os.environ.update(forked.make_rank_environment(rank, 2, port))
+    run_unlike_metrics(folder, rank)
     run_failures(folder, rank)
     os._exit(0)
 
@@ -523,6 +539,15 @@ def unlike_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     forked.fork_ranks(2, train_unlike_rank, folder, store.port)
     return folder
+
+
+@pytest.mark.slow
+def test_all_ranks_decide_by_the_metrics_of_the_first(unlike_runs: Path) -> None:
+    """Story: a rank whose own metric was better waited alone for the others to save."""
+    results = [torch.load(unlike_runs / f"best.rank{rank}") for rank in range(2)]
+    decided, flags = zip(*results)
+    assert decided[0] == decided[1] == (0.5, 1, pytest.approx(0.001))
+    assert flags == ([True, True], [False, False])
 
 
 @pytest.mark.slow

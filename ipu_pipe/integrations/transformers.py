@@ -465,6 +465,8 @@ class PipelineTrainer(Trainer):
                 self._pipe.abort()
                 self._release()
         self.state, output = run_on_main(lambda: (self.state, output))
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
         return output
 
     def _prepare_for_training(
@@ -675,6 +677,13 @@ class PipelineTrainer(Trainer):
                 yield
             finally:
                 self._is_whole = False
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as Trainer does. In training return the first process's metrics on all
+        processes, which decide by them.
+        """
+        metrics = super().evaluate(*args, **kwargs)
+        return run_on_main(lambda: metrics) if self.callback_handler.is_collective else metrics
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, and keep the whole model for the callbacks."""
