@@ -338,6 +338,25 @@ EVEN = 22
 DELAYED = {"clip": {"scope": "delayed_global"}}
 
 
+class ModelRecorder(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """A callback that records the model's weights where it has them all, saves it, and logs."""
+
+    trainer: Any = None
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.models = folder, []  # type: Path, List[Dict[str, torch.Tensor]]
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.models.append({k: v.clone() for k, v in others["model"].state_dict().items()})
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.on_evaluate(args, state, control, **others)
+        self.trainer.save_model(str(self.folder))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.trainer.log({"callback": 1.0})
+
+
 def run_methods(folder: Path, where: str) -> None:
     """Train with each method, and save weights and log."""
     runs: Dict[str, Dict[str, Any]] = {
@@ -348,6 +367,7 @@ def run_methods(folder: Path, where: str) -> None:
     }
     for method, changes in runs.items():
         predicted: List[torch.Tensor] = []
+        recorder = ModelRecorder(folder / f"{method}-own-{where}")
 
         def keep_predictions(prediction: Any) -> Dict[str, float]:
             predicted.append(torch.from_numpy(prediction.predictions))  # noqa: B023
@@ -359,8 +379,10 @@ def run_methods(folder: Path, where: str) -> None:
             compute_metrics=keep_predictions,
             **changes,
         )
+        recorder.trainer = trainer
+        trainer.add_callback(recorder)
         trainer.train()
-        results = (trainer.model.state_dict(), read_log(trainer), predicted)
+        results = (trainer.model.state_dict(), read_log(trainer), predicted, recorder.models)
         torch.save(results, folder / f"{method}.{where}")
 
 
@@ -382,9 +404,11 @@ def process_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("method", [*METHODS, "gpipe"])
 def test_processes_train_as_the_emulator(method: str, process_runs: Path) -> None:
     """Story: other ranks than the first evaluated with NaN for the weights of other stages."""
-    weights, log, predicted = torch.load(process_runs / f"{method}.emulator")
+    weights, log, predicted, _ = torch.load(process_runs / f"{method}.emulator")
     for rank in range(2):
-        other_weights, other_log, predicted_here = torch.load(process_runs / f"{method}.rank{rank}")
+        other_weights, other_log, predicted_here, _ = torch.load(
+            process_runs / f"{method}.rank{rank}"
+        )
         torch.testing.assert_close(predicted, predicted_here, rtol=1e-4, atol=1e-4)
         if method != "gpipe":
             assert log == other_log
@@ -402,7 +426,7 @@ def test_losses_leave_a_pipeline_later_and_none_is_lost(process_runs: Path) -> N
     leave before an evaluation."""
     logs = []
     for method in METHODS:
-        _, log, _ = torch.load(process_runs / f"{method}.emulator")
+        _, log, _, _ = torch.load(process_runs / f"{method}.emulator")
         logs.append({line["step"]: line["loss"] for line in log if "loss" in line})
     flushed, pipelined = logs
     assert list(flushed) == [1, 2, 3, 4, 5, 6]
@@ -412,11 +436,129 @@ def test_losses_leave_a_pipeline_later_and_none_is_lost(process_runs: Path) -> N
 
 
 def test_a_run_of_processes_resumes_in_the_emulator(process_runs: Path, tmp_path: Path) -> None:
-    samples = draw_samples("gpt2", EVEN)
-    trainer = make_trainer(tmp_path, method="pipedream", pipeline=DELAYED, train_dataset=samples)
+    """Story: with `eval_on_start` a resumed run always failed, because its pipeline has no stages
+    before its first step."""
+    trainer = make_trainer(
+        tmp_path,
+        method="pipedream",
+        pipeline=DELAYED,
+        train_dataset=draw_samples("gpt2", EVEN),
+        eval_on_start=True,
+    )
     trainer.train(resume_from_checkpoint=str(process_runs / "pipedream-rank" / "checkpoint-3"))
-    weights, log, _ = torch.load(process_runs / "pipedream.emulator")
-    assert is_same_model(trainer.model, weights) and read_log(trainer) == log
+    weights, log, _, _ = torch.load(process_runs / "pipedream.emulator")
+    resumed_log = read_log(trainer)
+    evaluations = [line for line in resumed_log if line["step"] == 3 and "eval_loss" in line]
+    assert len(evaluations) == 2 and evaluations[0] == evaluations[1]
+    resumed_log.remove(evaluations[1])
+    assert is_same_model(trainer.model, weights) and resumed_log == log
+
+
+@pytest.mark.parametrize("method", [*METHODS, "gpipe"])
+def test_callbacks_of_processes_have_the_whole_model(method: str, process_runs: Path) -> None:
+    """Story: a callback that saved the model, or generated text, got NaN for the weights of other
+    ranks; its log() went to the others in the place of the control."""
+    _, _, _, models = torch.load(process_runs / f"{method}.emulator")
+    *_, models_of_first = torch.load(process_runs / f"{method}.rank0")
+    *_, models_of_second = torch.load(process_runs / f"{method}.rank1")
+    # an evaluation and a checkpoint after each epoch
+    assert len(models_of_first) == len(models) == 4 and not models_of_second
+    for expected, model in zip(models, models_of_first):
+        assert_states_close(expected, model, 1e-4 if method == "gpipe" else 0.0)
+    saved = {path.parent.name for path in process_runs.glob(f"{method}-own-*/*.safetensors")}
+    assert saved == {f"{method}-own-emulator", f"{method}-own-rank0"}
+
+
+# ---- processes of which the first one differs
+
+
+DEADLINE = {"backend": {"deadline": 10}}
+# what fails on the first process -> the errors of both ranks
+FAILURES = {
+    "call": ("BadInput", "BadInput", "on_step_end: "),
+    "error": ("KeyError", "RunFault", "KeyError: 'mine'"),
+    "save": ("FileExistsError", "RunFault", "FileExistsError: "),
+}
+
+
+class FailingCallback(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """A callback that calls the trainer, or raises an error, in the first update."""
+
+    def __init__(self, failure: str, trainer: Any) -> None:
+        self.failure, self.trainer = failure, trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.failure == "call":
+            self.trainer.save_model()
+        if self.failure == "error":
+            raise KeyError("mine")
+
+
+def run_unlike_metrics(folder: Path, rank: int) -> None:
+    """Train with metrics of which each rank has its own, and save what the rank decided by them."""
+    scores = iter([[0.5, 0.25], [0.125, 0.75]][rank])
+    trainer = make_trainer(
+        folder / "best", "bert", "gpipe", max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="best",
+        metric_for_best_model="score", compute_metrics=lambda _: {"score": next(scores)}, pipeline=DEADLINE,
+        lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0, "mode": "max"}, warmup_steps=0,
+    )  # fmt: skip
+    trainer.train()
+    state = trainer.state
+    decided = (state.best_metric, state.best_global_step, trainer.optimizer.param_groups[0]["lr"])
+    flags = [state.is_local_process_zero, state.is_world_process_zero]
+    torch.save((decided, flags), folder / f"best.rank{rank}")
+
+
+def run_failures(folder: Path, rank: int) -> None:
+    """Train where the first process fails, and save the error with which this rank ends."""
+    for name in FAILURES:
+        out = folder / f"failing-{name}"
+        out.mkdir(exist_ok=True)
+        # a file in the place of the checkpoint's folder
+        (out / "checkpoint-1").touch()
+        trainer = make_trainer(
+            out, "bert", "gpipe", max_steps=2, pipeline=DEADLINE, eval_strategy="no",
+            save_strategy="steps" if name == "save" else "no", save_steps=1,
+        )  # fmt: skip
+        trainer.add_callback(FailingCallback(name, trainer))
+        with pytest.raises(Exception) as error:
+            trainer.train()
+        torch.save((error.typename, str(error.value)), folder / f"{name}.rank{rank}")
+
+
+def train_unlike_rank(rank: int, folder: Path, port: int) -> None:
+    os.environ.update(forked.make_rank_environment(rank, 2, port))
+    run_unlike_metrics(folder, rank)
+    run_failures(folder, rank)
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def unlike_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unlike")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    forked.fork_ranks(2, train_unlike_rank, folder, store.port)
+    return folder
+
+
+@pytest.mark.slow
+def test_all_ranks_decide_by_the_metrics_of_the_first(unlike_runs: Path) -> None:
+    """Story: a rank whose own metric was better waited alone for the others to save."""
+    results = [torch.load(unlike_runs / f"best.rank{rank}") for rank in range(2)]
+    decided, flags = zip(*results)
+    assert decided[0] == decided[1] == (0.5, 1, pytest.approx(0.001))
+    assert flags == ([True, True], [False, False])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_of_the_first_process_ends_all(name: str, unlike_runs: Path) -> None:
+    """Story: the others waited until their deadline."""
+    *kinds, text = FAILURES[name]
+    for rank, kind in enumerate(kinds):
+        kind_here, message = torch.load(unlike_runs / f"{name}.rank{rank}")
+        assert kind_here == kind
+        assert text in message or rank == 0
 
 
 # ---- random draws of a collator, callbacks
@@ -531,6 +673,7 @@ class GradientCallback(transformers.TrainerCallback):  # type: ignore[misc]
     ("bf16", {"bf16": True}),
     ("activation_checkpointing", {"activation_checkpointing": True}),
     ("neftune_noise_alpha", {"neftune_noise_alpha": 5.0}),
+    ("save_on_each_node", {"save_on_each_node": True}),
     ("pipeline.replicas", {"pipeline": {"replicas": 2}}),
     ("pipeline.method", {"pipeline": {"method": "gpype"}}),
     ("pipeline.backend.name", {"pipeline": {"backend": {"name": "poptorch"}}}),

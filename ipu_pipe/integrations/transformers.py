@@ -16,6 +16,7 @@ over N, so that the result is Trainer's sum.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from importlib import metadata
 from typing import Any, Iterator, Mapping, Sequence
@@ -109,6 +110,10 @@ REFUSED: dict[str, Any] = {
     "fsdp": (None, "divides the model itself"),
     "parallelism_config": (None, "divides the model itself"),
     "debug": (None, PASSES),
+    "save_on_each_node": (
+        False,
+        "the first process alone writes: output_dir must be a folder that all processes share",
+    ),
 }
 
 
@@ -193,20 +198,43 @@ UNREAD = (
     "on_prediction_step",
     "on_push_begin",
 )
+APART = (
+    "evaluate, predict and save_model need all processes, but callbacks run on the first: set "
+    "control.should_evaluate or control.should_save, or call them in on_evaluate or on_save"
+)
 
 
 class SharedCallbacks(CallbackHandler):  # type: ignore[misc]
-    """Callbacks of the first process, whose control flags all processes follow in training."""
+    """Callbacks of the first process, whose control flags and errors all processes share in
+    training.
+    """
 
     is_training = False
+    # the event whose callbacks run now; the other processes wait for its end
+    event = ""
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all processes run this code together: in training, outside of callbacks."""
+        return self.is_training and not self.event
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Call the event in the first process. Return its control in all processes."""
-        if is_main():
-            control = super().call_event(event, args, state, control, **kwargs)
-        if not self.is_training or event in UNREAD:
-            return control
-        return run_on_main(lambda: control)
+        """Call the event in the first process. Return its control, or raise its error, in all
+        processes.
+        """
+        call = functools.partial(self._call_here, event, args, state, control, **kwargs)
+        if self.is_collective and event not in UNREAD:
+            return run_on_main(call)
+        # such as a callback's own `trainer.log()`, which the others do not call
+        return call() if is_main() else control
+
+    def _call_here(self, event: str, *args: Any, **kwargs: Any) -> Any:
+        outer_event = self.event
+        self.event = event
+        try:
+            return super().call_event(event, *args, **kwargs)
+        finally:
+            self.event = outer_event
 
 
 class PipelineTrainer(Trainer):
@@ -227,7 +255,11 @@ class PipelineTrainer(Trainer):
 
     def __init__(self, *args: Any, pipeline: Mapping[str, Any], **kwargs: Any) -> None:
         self._pipe: Pipeline | None = None
+        # whether this training has made a step, before which each process has the whole model
+        self._has_stepped = False
         self._is_whole = False
+        # holds the whole model from an evaluation until the callbacks of a checkpoint have run
+        self._until_saved = contextlib.ExitStack()
         # the batches of the update that Trainer's loop has begun
         self._gathered: list[Mapping[str, Any]] = []
         # updates whose losses the next line of the log averages
@@ -433,6 +465,8 @@ class PipelineTrainer(Trainer):
                 self._pipe.abort()
                 self._release()
         self.state, output = run_on_main(lambda: (self.state, output))
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        self.state.is_world_process_zero = self.is_world_process_zero()
         return output
 
     def _prepare_for_training(
@@ -454,6 +488,7 @@ class PipelineTrainer(Trainer):
         # by the names of `LossModel`, which has the model as its child
         self._names = {p: f"model.{name}" for name, p in self.model.named_parameters()}
         self._pipe = self._make_pipeline(model, len(train_dataloader))
+        self._has_stepped = False
         self.optimizer = self._pipe.optimizer
         super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
@@ -547,6 +582,7 @@ class PipelineTrainer(Trainer):
             module.training = mode
         assert self._pipe is not None
         microbatches = self._make_microbatches(batches, num_items_in_batch)
+        self._has_stepped = True
         return self._sum_losses(
             self._pipe.step(microbatches=[(inputs, None) for inputs in microbatches])
         )
@@ -618,7 +654,8 @@ class PipelineTrainer(Trainer):
             surplus = tr_loss.item() * (scale - 1)
             tr_loss *= scale
             self._reported = 0
-        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        with contextlib.ExitStack() as self._until_saved:
+            super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         # the total is of the whole training, which this line's scale must not change
         self._total_loss_scalar -= surplus
 
@@ -627,10 +664,12 @@ class PipelineTrainer(Trainer):
     @contextlib.contextmanager
     def _hold_whole_model(self) -> Iterator[None]:
         """Drain, and hold the whole model with its newest weights in every process."""
-        # before the first batch the model still has all its weights
-        if self._pipe is None or self._is_whole or not self._pipe.updates:
+        if self._pipe is None or self._is_whole or not self._has_stepped:
             yield
             return
+        handler = self.callback_handler
+        if handler.is_training and handler.event:
+            raise BadInput(f"{handler.event}: {APART}")
         self._add_losses(self._pipe.drain())
         with self._pipe.whole_model(everywhere=True):
             self._is_whole = True
@@ -638,6 +677,18 @@ class PipelineTrainer(Trainer):
                 yield
             finally:
                 self._is_whole = False
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as Trainer does. In training return the first process's metrics on all
+        processes, which decide by them.
+        """
+        metrics = super().evaluate(*args, **kwargs)
+        return run_on_main(lambda: metrics) if self.callback_handler.is_collective else metrics
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as Trainer does, and keep the whole model for the callbacks."""
+        self._until_saved.enter_context(self._hold_whole_model())
+        return super()._evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as Trainer does, on the whole model."""
@@ -652,18 +703,22 @@ class PipelineTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint that Trainer, too, can resume from."""
         assert self._pipe is not None
-        with self._hold_whole_model():
-            state = self._pipe.state_dict()
-            if is_main():
-                # of the stages of this process
-                state_here = dict(self._optimizer.state)
-                # the whole state for the file, and this process's own again afterwards
-                import_state(self._optimizer, self._names, state["optimizer"], state["plain"])
-                super()._save_checkpoint(model, trial)
-                self._optimizer.state.clear()
-                self._optimizer.state.update(state_here)
-        # set by the first process, which alone has saved
-        self.state.best_model_checkpoint = run_on_main(lambda: self.state.best_model_checkpoint)
+        self._until_saved.enter_context(self._hold_whole_model())
+        state = self._pipe.state_dict()
+        save = super()._save_checkpoint
+
+        def write() -> Any:
+            # of the stages of this process
+            state_here = dict(self._optimizer.state)
+            # the whole state for the file, and this process's own again afterwards
+            import_state(self._optimizer, self._names, state["optimizer"], state["plain"])
+            save(model, trial)
+            self._optimizer.state.clear()
+            self._optimizer.state.update(state_here)
+            return self.state.best_model_checkpoint
+
+        # an error, such as a full disk, reaches the processes that wait
+        self.state.best_model_checkpoint = run_on_main(write)
 
 
 def _pass_on(batch: Any) -> Any:
