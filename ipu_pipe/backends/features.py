@@ -268,7 +268,7 @@ FEATURES = (
             and _find_tied(job)
             and type(job.optimizer).__name__
         ),
-        {PROCESSES: "a switch does not reach the copies of weights of several stages"},
+        {PROCESSES: "a switch does not reach the copies"},
         "untie them",
     ),
     Feature(
