@@ -36,6 +36,7 @@ from tests.support.loops import (
 from tests.support.processes import end_rank, run_in_group, wait_for_file
 from tests.support.runs import assert_same, needs_processes
 from tests.test_pipeline import CASES
+from tests.test_pipeline_state import MovingCenter
 
 pytestmark = needs_processes
 ON_TWO: Dict[str, Any] = {"backend": "distributed", "deadline": 60}
@@ -254,6 +255,76 @@ def test_functions_are_called_after_updates_as_on_the_emulator(tmp_path: Path) -
         )
         torch.save(calls, tmp_path / f"{name}.pt")
     run_in_group(2, compare_calls, tmp_path)
+
+
+# ---- recomputation
+
+
+class Watched(nn.Module):
+    """Layers that draw, keep running statistics, or change what their own forward reads; a hook
+    counts the forwards of the first layer of each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0, 0]
+        self.a = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.3))
+        middle = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+        self.b = nn.Sequential(middle, nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 4))
+        for number, layer in enumerate((self.a[0], self.b[0])):
+            layer.register_forward_hook(lambda *_, number=number: self.count(number))
+
+    def count(self, number: int) -> None:
+        self.calls[number] += self.training
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))  # type: ignore[no-any-return]
+
+
+def train_watched(method: str, **where: Any) -> Tuple[Dict[str, Any], Any, Watched]:
+    torch.manual_seed(0)
+    net = Watched().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    pipe = ipu_pipe.Pipeline(
+        net, MovingCenter(), optimizer, method, stages=["b"], microbatches=4, **where
+    )
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        x = torch.randn(32, 6, generator=draw, dtype=torch.float64)
+        pipe.step(x, torch.randint(4, (32,), generator=draw))
+        pipe.drain()
+    memory = pipe.memory()
+    state = pipe.state_dict()
+    pipe.close()
+    return state, memory, net
+
+
+def recompute_on_ranks(rank: int, folder: Path) -> None:
+    for method in RECOMPUTED:
+        peaks, calls = [], []
+        for recompute in (False, True):
+            state, memory, net = train_watched(method, recompute=recompute, **ON_TWO)
+            calls.append(net.calls[rank])
+            if rank == 0:
+                peaks.append(sum(peak["activations"] for peak in memory["peak_memory"]))
+                planned = sum(row["activation_bytes"] for row in memory["stages"])
+                expected = torch.load(folder / f"{method}.pt", weights_only=False)
+                for part in ("model", "optimizer", "loss"):
+                    assert_same(expected[part], state[part])
+        # the build runs the model, too
+        assert calls[1] == calls[0] + 16
+        if rank == 0:
+            assert peaks[1] < peaks[0] and peaks[1] < 1.1 * planned
+
+
+RECOMPUTED = ("gpipe", "zb_h1", "pipedream_2bw")
+
+
+@pytest.mark.slow
+def test_processes_recompute_activations_and_keep_the_bits(tmp_path: Path) -> None:
+    """Story: `recompute=True` changed the planned memory alone."""
+    for method in RECOMPUTED:
+        torch.save(train_watched(method)[0], tmp_path / f"{method}.pt")
+    run_in_group(2, recompute_on_ranks, tmp_path)
 
 
 # ---- errors: one line each, on every rank

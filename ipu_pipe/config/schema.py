@@ -179,7 +179,8 @@ class PipelineConfig(Section):
     docs/processes.md. `clip`: gradient clipping. `ema`: a moving average of the weights, see
     docs/loop.md. `seed`: of weights, order, augmentation and dropout. `precision`: of weights and
     passes; the last three are PopTorch's, in bits of passes and weights. `recompute`: activation
-    checkpointing, from each stage's input. `hardware`: the devices that predictions are made for,
+    checkpointing, from each stage's input; the emulator has one microbatch's activations anyway.
+    `hardware`: the devices that predictions are made for,
     see docs/hardware.md. `allow_nonfinite`: go on after a loss that is not finite.
     """
 

@@ -24,6 +24,7 @@ import numpy as np
 from ipu_pipe.hardware.description import Device
 from ipu_pipe.hardware.precision import PRECISIONS
 from ipu_pipe.hardware.unit_costs import Unit, count_state_bytes
+from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.methods import Method, Timeline
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
@@ -81,18 +82,19 @@ class KeptCounts(NamedTuple):
 
 
 def count_kept_microbatches(
-    in_flight: Sequence[float], recompute: bool, segments: int | None, turn: int
+    in_flight: Sequence[float], recompute: bool, segments: int | None, turn: int, splits: bool
 ) -> KeptMicrobatches:
     """Return which data each stage keeps of its `in_flight` (P,) microbatches.
 
     `recompute`: every stage recomputes from its input. Otherwise `segments`: the method recomputes
     by this number of segments of stages, 0 for the square root of P (None: it does not recompute).
-    `turn`: as in `Method`.
+    `turn`: as in `Method`. `splits`: weight gradients are computed later, which keeps what a
+    backward has recomputed; at most all in flight wait for it.
     """
     counts = np.asarray(in_flight)
     if recompute:
         # the one that is recomputed
-        return KeptMicrobatches(counts, np.ones_like(counts))
+        return KeptMicrobatches(counts, counts if splits else np.ones_like(counts))
     if segments is not None and len(counts) > 1:
         return count_kept_by_segments(counts.tolist(), segments, turn)
     return KeptMicrobatches(np.zeros_like(counts), counts)
@@ -135,7 +137,10 @@ def count_kept(
         # a fraction is a microbatch of which only the weight gradient's part is left; an input is
         # kept whole
         in_flight = np.ceil(counts).tolist() if recompute else counts
-    microbatches = count_kept_microbatches(in_flight, recompute, method.segments, method.turn)
+    splits = schedule.passes == SPLIT_PASSES
+    microbatches = count_kept_microbatches(
+        in_flight, recompute, method.segments, method.turn, splits
+    )
     if recompute and lockstep:
         # the last stage's backward follows its forward at once, while the activations are still
         # there

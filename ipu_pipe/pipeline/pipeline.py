@@ -214,7 +214,9 @@ class Pipeline:
     microbatches: the microbatches N of an update; by default the number of stages for methods that
                 flush and PipeDream-2BW, else 1.
     warmup:     updates at the start that run as in GPipe (PipeMare, W).
-    recompute:  whether backwards recompute the activations of their stage from its input.
+    recompute:  whether backwards recompute the activations of their stage from its input: the same
+                weights in less memory, on processes and IPUs (the emulator has one microbatch's
+                activations anyway). Split backwards keep them between their halves.
     replicas:   R copies of the pipeline, which average gradients. On processes each rank passes its
                 own replica's batch, as under DistributedDataParallel
                 (`DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica)`); the emulator

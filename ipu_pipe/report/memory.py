@@ -19,6 +19,7 @@ from ipu_pipe.job.record import Job
 from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.model.batch import count_bytes
 from ipu_pipe.replay.run import Run
+from ipu_pipe.schedule.actions import SPLIT_PASSES
 from ipu_pipe.schedule.stretches import IntArray
 from ipu_pipe.schedule.table import list_stages
 from ipu_pipe.schedule.versions import count_weight_copies
@@ -99,7 +100,11 @@ def _count_kept(job: Job) -> tuple[IntArray, KeptCounts]:
     backend_in_flight = get_backend(job.config).count_in_flight(job)
     in_flight = job.schedule.max_in_flight() if backend_in_flight is None else backend_in_flight
     microbatches = count_kept_microbatches(
-        in_flight.tolist(), job.config.recomputes, job.method.segments, job.method.turn
+        in_flight.tolist(),
+        job.config.recomputes,
+        job.method.segments,
+        job.method.turn,
+        job.schedule.passes == SPLIT_PASSES,
     )
     if job.config.recomputes and backend_in_flight is not None:
         # such a pipeline does not recompute its last stage

@@ -60,6 +60,7 @@ class ProcessOptions:
     its part of a checkpoint. `compiles`: the stages are compiled. `pieces`: the model cut into its
     stages. `keeps_model`: the whole model is used at the end. `compared`: what ranks compare with
     each result. `folder`: of the trace files with this `metadata`; None: none are written.
+    `recomputes`: backwards run their forwards again.
     """
 
     deadline: float
@@ -71,6 +72,7 @@ class ProcessOptions:
     compared: ComparedSettings
     folder: Path | None
     metadata: dict[str, Any]
+    recomputes: bool
 
 
 class ProcessEngine(Engine):
@@ -115,6 +117,7 @@ class ProcessEngine(Engine):
         self._kinds = make_input_kinds(run, layout, self._cut, models[0], channels)
         for model in models:
             model.kinds = self._kinds
+            model.recomputes = options.recomputes
         # a group of its own, so that no message that a broken pipeline has left reaches the next
         # one, nor one of the caller's own
         self._group = make_group(every_rank, options.deadline)
@@ -698,6 +701,7 @@ def make_options(job: Job) -> ProcessOptions:
         job.compared,
         folder,
         {} if folder is None else make_trace_metadata(job),
+        config.recompute,
     )
 
 

@@ -154,6 +154,8 @@ class Interpreter:
             update = StageUpdate(work, members, mail, recorder, replica_group, independent)
             self._updates.update(dict.fromkeys(group, update))
         self.memory = MemoryCounters(work, stages, mail, recorder, list(self.independent.values()))
+        for stage in stages.values():
+            stage.sample_memory = lambda: self.memory.sample(self.update, gradients_changed=False)
         self._unused_channels = channels
         # true after the first step
         self._is_warm = False

@@ -73,6 +73,12 @@ class ActivationBytes:
         self.bytes_by_microbatch[m] = self._bytes_by_shapes[key]
         self.held_bytes += self.bytes_by_microbatch[m]
 
+    def keep_inputs(self, m: int, inputs: Tensors) -> None:
+        """Count only the inputs and labels of microbatch m, whose forward its backward repeats."""
+        self.drop(m)
+        self.bytes_by_microbatch[m] = sum(count_bytes(t) for t in inputs if t is not None)
+        self.held_bytes += self.bytes_by_microbatch[m]
+
     def replace(self, m: int, tensors: Sequence[torch.Tensor]) -> None:
         """Count only `tensors` for microbatch m, which is between the two halves of its
         backward.

@@ -98,7 +98,7 @@ class StageModel:
     other stages use too. `weigh_update(k)`: returns the weights of the microbatches of update k, by
     microbatch; None if all count the same. `example`: a microbatch to load kernels with (`nccl`),
     because a loop gives each of its own once; None: the next one. `kinds`: of the microbatches'
-    inputs; None: all are like the first.
+    inputs; None: all are like the first. `recomputes`: a backward runs the forward again.
     """
 
     layout: RankLayout
@@ -114,6 +114,7 @@ class StageModel:
     weigh_update: Callable[[int], dict[int, LossShare]] | None = None
     example: tuple[Any, Any] | None = None
     kinds: InputKinds | None = None
+    recomputes: bool = False
 
     def __post_init__(self) -> None:
         s = self.stage
@@ -212,6 +213,8 @@ class _InFlight:
     outputs: list[torch.Tensor]
     loss: torch.Tensor | None
     tied_version: int
+    # the buffers that the forward changed, as they were before it
+    buffers: list[tuple[dict[str, Any], str, torch.Tensor]]
 
 
 class Stage:
@@ -247,12 +250,22 @@ class Stage:
         self.version = work.update
         self.newest_forward = work.microbatch - 1
         self._in_flight: dict[int, _InFlight] = {}
+        loss = get_user_loss(work.loss)
+        # with what a forward may change: running statistics, what a loss keeps
+        self._run_modules = [
+            *model.modules,
+            *([loss] if model.has_loss and isinstance(loss, torch.nn.Module) else []),
+        ]
+        # (table, name) of the buffers that a forward changes; None: not known before the first one
+        self._changed_buffers: list[tuple[dict[str, Any], str]] | None = None
         # microbatch -> its weight until its backward
         self._weights: dict[int, LossShare] = {}
         # microbatch -> the weight gradients that I leaves to W
         self._deferred_weight_gradients: dict[int, WeightGradients] = {}
         # False: I computes the weight gradients too, and W only adds them
         self.splits = True
+        # set by the interpreter
+        self.sample_memory: Callable[[], None] = lambda: None
         heads = find_segment_heads(find_segment_ends(layout.stages, work.method.segments or 0))
         # such a stage stores its input, so it needs no recomputation of the previous stage
         self._begins_segment = bool(heads[model.stage])
@@ -328,15 +341,31 @@ class Stage:
         if ends.entering is not None and model.local is None:
             inputs = ends.entering.require_gradients(inputs)
         self._load(replay.forward)
-        is_repeated = replay.recompute is not None
-        # a forward that runs again keeps no graph: its activations are what recomputation saves
-        with torch.set_grad_enabled(not is_repeated):
+        buffers = self._copy_buffers() if model.recomputes else []
+        # a forward by segments keeps no graph: its activations are what recomputation saves
+        keeps_graph = replay.recompute is None
+        with torch.set_grad_enabled(keeps_graph):
             # copies for the first time, because the model and the loss may write to what they get
+            is_repeated = model.recomputes or not keeps_graph
             values = clone_tensors((inputs, labels)) if is_repeated else (inputs, labels)
             outputs, result = self._run_and_count_bytes(m, *values)
-        self._in_flight[m] = _InFlight(
-            replay, inputs, labels, outputs, result.loss if result else None, tied_version
+        in_flight = _InFlight(
+            replay,
+            inputs,
+            labels,
+            outputs,
+            result.loss if result else None,
+            tied_version,
+            buffers,
         )
+        if model.recomputes and keeps_graph:
+            # with a graph until here, because a forward may ask whether it has one
+            outputs = [t.detach() for t in outputs]
+            in_flight.outputs, in_flight.loss = [], None
+            self._note_changed_buffers(in_flight)
+            self.sample_memory()
+            self.activations.keep_inputs(m, list_tensors([*inputs, labels]))
+        self._in_flight[m] = in_flight
         # a file of rows may have run a later microbatch's forward before
         self.newest_forward = max(m, self.newest_forward)
         if result is not None:
@@ -367,6 +396,39 @@ class Stage:
             outputs, result = self.run(m, inputs, labels)
             counted_outputs += [*outputs, result.loss if result else None]
         return outputs, result
+
+    def _copy_buffers(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Return (table, name, copy) of the buffers that a forward changes; of all before it is
+        known.
+        """
+        changed = self._changed_buffers
+        if changed is None:
+            tables = [module._buffers for root in self._run_modules for module in root.modules()]
+            changed = [(table, n) for table in tables for n in table if table[n] is not None]
+        return [(table, name, table[name].clone()) for table, name in changed]
+
+    def _note_changed_buffers(self, in_flight: _InFlight) -> None:
+        """Note which buffers the first forward has changed, and keep the copies of these."""
+        if self._changed_buffers is None:
+            in_flight.buffers = [
+                (table, name, copied)
+                for table, name, copied in in_flight.buffers
+                if not torch.equal(table[name], copied)
+            ]
+            self._changed_buffers = [(table, name) for table, name, _ in in_flight.buffers]
+
+    def _run_again(self, m: int, in_flight: _InFlight) -> None:
+        """Run the forward of a microbatch again, for its backward, with the weights in memory."""
+        with ExitStack() as stack:
+            # the first forward has updated them already
+            for module in self._run_modules:
+                stack.enter_context(restore_buffers(module))
+            for table, name, value in in_flight.buffers:
+                table[name] = value
+            in_flight.outputs, result = self._run_and_count_bytes(
+                m, in_flight.inputs, in_flight.labels
+            )
+        in_flight.loss = result.loss if result else None
 
     def run(self, m: int, inputs: Sequence[Any], labels: Any) -> Outputs:
         """Return the tensors for the next stage, and the result of the microbatch if the stage has
@@ -418,12 +480,7 @@ class Stage:
             in_flight.inputs = entering.require_gradients(received)
         assert in_flight.replay.recompute is not None
         self._load(in_flight.replay.recompute)
-        # the first forward has updated the running statistics already
-        with restore_buffers(self.model.piece):
-            in_flight.outputs, result = self._run_and_count_bytes(
-                m, in_flight.inputs, in_flight.labels
-            )
-            in_flight.loss = result.loss if result else None
+        self._run_again(m, in_flight)
         self._recorder.add(Kind.RECOMPUTE.word, m, start, version=self.version)
         if not self._ends_segment:
             self._mail.send(Message(RECOMPUTE, m, s, s + 1), in_flight.outputs)
@@ -453,6 +510,11 @@ class Stage:
         if self._is_tied:
             decides = self._work.method.holder_decides
             self.tied.load(in_flight.tied_version if decides else version)
+        # by segments a pass of its own has run it
+        if model.recomputes and in_flight.replay.recompute is None:
+            self._run_again(m, in_flight)
+            # the backward frees what this has kept
+            self.sample_memory()
         roots: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         if in_flight.loss is not None:
             roots = [(self._work.scale_loss(in_flight.loss, self._weights.pop(m, None)), None)]
