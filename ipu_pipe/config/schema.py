@@ -180,8 +180,8 @@ class PipelineConfig(Section):
     docs/loop.md. `seed`: of weights, order, augmentation and dropout. `precision`: of weights and
     passes; the last three are PopTorch's, in bits of passes and weights. `recompute`: activation
     checkpointing, from each stage's input; the emulator has one microbatch's activations anyway.
-    `hardware`: the devices that predictions are made for,
-    see docs/hardware.md. `allow_nonfinite`: go on after a loss that is not finite.
+    `hardware`: the devices that predictions are made for, see docs/hardware.md. `allow_nonfinite`:
+    go on after a loss that is not finite.
     """
 
     method: str = "gpipe"
