@@ -443,7 +443,18 @@ def pass_other_arguments_by_rank(rank: int, folder: Path) -> None:
         loop.pipe.abort()
 
 
+def hook_the_model_later(rank: int, folder: Path) -> None:
+    """Story: a hook of a module that is cut was refused before the first step, and never called after it."""
+    loop = begin("gpipe")
+    loop.pipe.drain()
+    loop.model.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(BadInput, match="has hooks, but stages begin inside it"):
+        loop.pipe.step(*make_loop_batch(loop.case, 3))
+    loop.pipe.abort()
+
+
 ERRORS = [
+    hook_the_model_later,
     pass_other_arguments_by_rank,
     shuffle_on_each_rank,
     fail_on_one_rank,

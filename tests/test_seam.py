@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.pipeline import seam
 from ipu_pipe.pipeline.absent import AbsentWeights
@@ -454,6 +455,53 @@ def test_the_state_of_a_model_inside_the_pipelines_module_is_refused() -> None:
         net.state_dict()
     absent.end()
     net.state_dict()
+
+
+class Scaled(nn.Module):
+    """Layers between which the model's own forward multiplies by a number."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)) * self.scale)))  # type: ignore[no-any-return]
+
+
+def make_scaled(method: str, scale: float = 1.0) -> Tuple[Scaled, ipu_pipe.Pipeline]:
+    torch.manual_seed(0)
+    net = Scaled(scale).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return net, ipu_pipe.Pipeline(
+        net, nn.functional.cross_entropy, optimizer, method, stages=["b"], microbatches=1
+    )
+
+
+@pytest.mark.parametrize("method", ["local_greedy", "local_overlapping", "last_layers"])
+def test_what_a_forward_between_blocks_reads_is_taken_over(method: str) -> None:
+    """Story: blocks run recorded pieces, so that numbers and hooks of a module that is cut had no effect, and a replaced
+    module got the weights of the old one."""
+    net, pipe = make_scaled(method)
+    batch = torch.randn(4, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    pipe.step(*batch)
+    state = pipe.state_dict()
+    net.scale = 0.5
+    other, again = make_scaled(method, scale=0.5)
+    again.load_state_dict(state)
+    for _ in range(2):
+        pipe.step(*batch)
+        again.step(*batch)
+    pipe.drain()
+    again.drain()
+    assert is_equal(net.state_dict(), other.state_dict())
+    first, net.b = net.b, nn.Linear(8, 8).double()
+    with pytest.raises(RuntimeError, match="^step: model.b: was changed .* make a new pipeline"):
+        pipe.step(*batch)
+    net.b = first
+    other.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(BadInput, match="has hooks, but stages begin inside it"):
+        again.step(*batch)
 
 
 def test_walks_are_drawn_with_every_method_and_act() -> None:

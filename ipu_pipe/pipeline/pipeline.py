@@ -82,8 +82,10 @@ from ipu_pipe.pipeline.checks import find_rule_faults, require_device
 from ipu_pipe.pipeline.flow import Flow
 from ipu_pipe.pipeline.optimizer import OptimizerHandle, OptimizerView, explain_closure
 from ipu_pipe.pipeline.seam import (
+    BLOCKS,
     LIVE,
     NEVER,
+    OF_HOOKS,
     REBUILT,
     Change,
     Objects,
@@ -1151,7 +1153,7 @@ class Pipeline:
         looks_at: Sequence[str] = ("weight",) if job.precision.has_rounded_weights else ()
         # replicas with weights of their own have copies of what the caller has
         looks_at = OF_REPLICAS if job.method.rounds is not None else looks_at
-        backend = self._config.backend.name
+        backend = self._row_of_seam
         optimizer = self._handle.optimizer
         if get_treatment(backend, "optimizer") == NEVER:
             # the state is on devices: of one that the caller clears, empty entries go
@@ -1323,13 +1325,15 @@ class Pipeline:
         the stages must be built anew, None if there is nothing to build or the next one may do.
         Raise `RuntimeError`, naming the change, if the backend cannot.
         """
-        backend = self._config.backend.name
+        backend = self._row_of_seam
         must_rebuild = must_copy = cuts_anew = False
         for change in [] if self._seam is None else self._seam.list_changes():
             if change.where in self._require_flow().engine.stale_values:
                 # it was written over an old value
                 change = change._replace(kind="buffer")
             treatment = get_treatment(backend, change.kind)
+            if backend == BLOCKS and self._runs_whole(change):
+                continue
             if treatment == NEVER or (self.in_flight and treatment != LIVE):
                 raise RuntimeError(explain_refusal("step", backend, change, self.in_flight))
             if self._method.rounds is not None and _concerns_replicas(change, self._method.rounds):
@@ -1399,13 +1403,25 @@ class Pipeline:
                 line = explain_refusal(call, self._config.backend.name, change, self.in_flight)
                 raise RuntimeError(line)
 
+    @property
+    def _row_of_seam(self) -> str:
+        """What `TAKEN_OVER` calls this backend."""
+        config = self._config
+        is_cut = config.backend.facts.emulates and self._method.structure is not None
+        return BLOCKS if is_cut else config.backend.name
+
     def _runs_whole(self, change: Change) -> bool:
-        """Return whether a value is that of a module that runs whole on its process, and so is read
-        by the next forward; a module that a cut goes through runs as recorded pieces.
+        """Return whether a value or a hook is that of a module that runs whole, and so is read by
+        the next forward; a module that a cut goes through runs as recorded pieces.
         """
-        if change.kind != "value" or not self._config.backend.facts.uses_processes:
+        is_cut = self._config.backend.facts.uses_processes or self._method.structure is not None
+        if change.kind not in ("value", "hook") or not is_cut:
             return False
-        begins = self._require_job().partition.begin_names()
+        job = self._require_job()
+        # of which each stage has a copy, with hooks of its own
+        if change.where.replace(OF_HOOKS, "") in job.partition.list_tied(job.model):
+            return False
+        begins = job.partition.begin_names()
         cut_modules = {
             ".".join(name.split(".")[:depth]) or "model"
             for name in begins

@@ -151,7 +151,7 @@ def _look_at_hooks(objects: Objects) -> Picture:
     for (name, key), p in objects.parameters.items():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             hooks = [list(hooks) for hooks in _list_hooks_of_tensor(p)]
-            picture[name, f"{key}'s hooks"] = hooks
+            picture[name, key + OF_HOOKS] = hooks
     return Picture(picture, (list(picture.values()),))
 
 
@@ -265,6 +265,10 @@ DRAINED = (
 REBUILT = "rebuilt"  # taken over by building again: refused while updates are in flight
 NEVER = "never"  # refused
 
+# after the name of a parameter, where its hooks were changed
+OF_HOOKS = "'s hooks"
+# the emulator with methods whose blocks have losses of their own
+BLOCKS = "emulator with blocks"
 # A kind that a row does not name is refused.
 TAKEN_OVER: Mapping[str, Mapping[str, str]] = {
     # all passes of a batch run in its own step
@@ -272,10 +276,15 @@ TAKEN_OVER: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("value", "weight", "buffer", "hook", "optimizer", "loss"), LIVE),
         **dict.fromkeys(("mode", "module", "requires_grad"), REBUILT),
     },
+    # the same, with the model cut into blocks: what its own forward reads is recorded in pieces
+    BLOCKS: {
+        **dict.fromkeys(("weight", "buffer", "optimizer", "loss"), LIVE),
+        **dict.fromkeys(("mode", "value", "hook", "requires_grad"), REBUILT),
+    },
     # torch refuses to write weights of other ranks, which have no memory here
     "distributed": {
-        **dict.fromkeys(("weight", "buffer", "hook", "optimizer", "loss"), DRAINED),
-        **dict.fromkeys(("mode", "value", "requires_grad"), REBUILT),
+        **dict.fromkeys(("weight", "buffer", "optimizer", "loss"), DRAINED),
+        **dict.fromkeys(("mode", "value", "hook", "requires_grad"), REBUILT),
     },
     "xla": dict.fromkeys(("mode", "value", "loss"), REBUILT),
     "poptorch": {},
