@@ -78,6 +78,9 @@ def make_objects(name: str) -> Dict[str, Any]:
     if name == "hooks of modules":
         model[0].register_forward_hook(lambda module, args, output: None)
         return {"model": model}
+    if name == "hooks of weights":
+        next(model.parameters()).register_hook(lambda gradient: gradient)
+        return {"model": model}
     if name == "complex buffers":
         model.register_buffer("phases", torch.ones(2, dtype=torch.complex64))
         return {"model": model}
@@ -111,7 +114,11 @@ SETTINGS: Dict[str, List[str]] = {
     "`recompute`": ["recompute=true"],
     "`method_args.recompute`": ["method=pipemare", "method_args.recompute={segments: 2}"],
     "`clip`": ["clip={norm: 1.0}"],
-    "`loss_weight`, an update of one microbatch": ["loss_weight=tokens", "method=pipedream"],
+    "`loss_weight`, an update of one microbatch": [
+        "loss_weight=tokens",
+        "method=pipedream",
+        "gradient_accumulation=1",
+    ],
     "`loss_weight`, updates of several": ["loss_weight=tokens"],
     "`precision` other than float32 and float64": ["precision=bfloat16_mixed"],
     "`ema`": ["ema={decay: 0.9}"],
@@ -131,6 +138,8 @@ def test_a_feature_is_refused_by_the_backends_that_lack_it(feature: Feature) -> 
     job = build_job("emulator", *settings, **make_objects(feature.name))
     if feature.name == "`model.compile`":
         job.compiles_modules = True
+    if feature.name == "hooks of the optimizer's step":
+        job.optimizer.register_step_post_hook(lambda optimizer, args, keys: None)
     if feature.argument == "optimizer" and "switched" in feature.name:
         kind = type(job.optimizer)
         job.optimizer.__class__ = type("Switched", (kind,), {"eval": kind.zero_grad})

@@ -22,6 +22,7 @@ from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.refusals import BATCH, NONE, OWN_LOSS, Argument, Words, show_value
 from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.text import list_some
+from ipu_pipe.update.optimizer import list_parts
 
 EMULATOR = "emulator"
 PROCESSES = "distributed"
@@ -83,6 +84,18 @@ def _find_hooked(job: Job) -> str:
             if any(getattr(module, kind) for kind in kinds)
         ]
     )
+
+
+def _find_hooked_weights(job: Job) -> str:
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    weights = job.model.named_parameters()
+    return list_some([name for name, p in weights if any(getattr(p, kind, None) for kind in hooks)])
+
+
+def _has_step_hooks(job: Job) -> bool:
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    parts = list_parts(job.optimizer)
+    return any(getattr(part, kind, None) for part in parts for kind in hooks)
 
 
 def _find_rare_precision(job: Job) -> str:
@@ -203,7 +216,8 @@ FEATURES = (
         "`loss_weight`, an update of one microbatch",
         "loss_weight",
         lambda job: _find_weighed(job, True),
-        {XLA: _EQUAL},
+        {IPUS: "a microbatch of weight 0 would train", XLA: _EQUAL},
+        NONE,
     ),
     Feature(
         "`loss_weight`, updates of several",
@@ -230,6 +244,18 @@ FEATURES = (
         "model",
         _find_hooked,
         {XLA: "has hooks, which a compiled pass would not call"},
+    ),
+    Feature(
+        "hooks of weights",
+        "model",
+        _find_hooked_weights,
+        dict.fromkeys((IPUS, XLA), "has hooks, which no pass on the devices calls"),
+    ),
+    Feature(
+        "hooks of the optimizer's step",
+        "optimizer",
+        _has_step_hooks,
+        dict.fromkeys((IPUS, XLA), "has hooks, which no step on the devices calls"),
     ),
     Feature(
         "complex buffers",
