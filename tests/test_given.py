@@ -68,6 +68,38 @@ def test_a_partial_is_described_by_all_that_it_binds() -> None:
     assert settings["reduction"] == "sum"
 
 
+class Stretched(torch.optim.SGD):
+    """An optimizer whose factor is no setting of a group."""
+
+    def __init__(self, params: Any, lr: float, factor: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.factor = factor
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=group["lr"] * self.factor)
+
+
+def test_an_optimizer_that_was_made_keeps_its_hooks_and_attributes(tmp_path: Path) -> None:
+    """Story: it was made again from its class and its groups' settings."""
+    ends = []
+    for factor in (1.0, 0.5):
+        model, calls = make_small_model(), []
+        optimizer = Stretched(model.parameters(), 0.1 / factor, factor)
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        train(
+            load_two_stage_config(),
+            tmp_path / str(factor),
+            model=model,
+            optimizer=optimizer,
+            quiet=True,
+        )
+        assert calls
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1])
+
+
 def test_an_optimizer_that_must_be_switched_is_refused(tmp_path: Path) -> None:
     """Story: evaluations of a schedule-free optimizer measured the weights that it trains."""
     optimizer = functools.partial(Averaging, lr=0.1)

@@ -13,6 +13,7 @@ import copy
 import fnmatch
 import functools
 import inspect
+from collections import defaultdict
 from typing import (
     Any,
     Callable,
@@ -494,8 +495,7 @@ class _CopyFactory:
                 f"be lost: give a new one, or its"
                 " class and arguments"
             )
-        self._kind = type(original)
-        self._defaults = original.defaults
+        self._original = original
         self._settings = {
             id(p): (
                 number,
@@ -507,11 +507,18 @@ class _CopyFactory:
         }
 
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
-        accepted = list_settings_of(self._kind)
-        defaults = {key: value for key, value in self._defaults.items() if key in accepted}
-        return self._kind(
-            [subgroup for group in groups for subgroup in self._divide(group)], **defaults
-        )
+        original = self._original
+        # not by the constructor, with whose arguments nobody knows the optimizer was made
+        made = object.__new__(type(original))
+        made.__dict__.update(original.__dict__)
+        # a scheduler has put a wrapper there, which calls the original
+        made.__dict__.pop("step", None)
+        made.state = defaultdict(dict)
+        made.param_groups = []
+        for group in groups:
+            for subgroup in self._divide(group):
+                made.add_param_group(subgroup)
+        return made
 
     def _divide(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Divide the group of a stage into the groups of the optimizer that is copied, in its
@@ -524,7 +531,7 @@ class _CopyFactory:
         missing = sum(id(p) not in self._settings for p in group["params"])
         if missing:
             raise BadInput(
-                f"optimizer: {self._kind.__name__}: lacks {missing} of the {len(group['params'])} "
+                f"optimizer: {type(self._original).__name__}: lacks {missing} of the {len(group['params'])} "
                 f"parameters of stage"
                 f" {group['stage']}: it must be made from all parameters of the given model; use "
                 f"requires_grad_(False) for those"
