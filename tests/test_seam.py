@@ -504,6 +504,17 @@ def test_what_a_forward_between_blocks_reads_is_taken_over(method: str) -> None:
         again.step(*batch)
 
 
+def test_a_hook_of_a_weight_acts_on_both_blocks_that_train_it() -> None:
+    """Story: with overlapping blocks, a weight whose gradient a hook set to 0 was trained by the other block."""
+    net, pipe = make_scaled("local_overlapping")
+    before = net.a.weight.clone()
+    net.a.weight.register_hook(torch.zeros_like)
+    batch = torch.randn(4, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    for _ in range(2):
+        pipe.step(*batch)
+    assert torch.equal(net.a.weight, before)
+
+
 def test_walks_are_drawn_with_every_method_and_act() -> None:
     walks = [draw_walk(seed) for seed in range(WALKS)]
     assert {act for walk in walks for acts in walk.plan.values() for act in acts} == set(ACTS)

@@ -209,6 +209,11 @@ class Blocks:
         for name, parameter in piece.named_parameters():
             # a caller may have given the weight other memory, as vector_to_parameters does
             duplicate[name].data = parameter.data
+            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                hooks = getattr(parameter, kind, None)
+                # the same dictionary, so that later ones act on both
+                if hooks is not getattr(duplicate[name], kind, None):
+                    setattr(duplicate[name], kind, hooks)
         # only the layer's own block updates its running statistics
         with restore_buffers(piece), draw_from(random_state):
             return torch.func.functional_call(piece, duplicate, (value,))
