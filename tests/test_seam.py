@@ -504,6 +504,41 @@ def test_what_a_forward_between_blocks_reads_is_taken_over(method: str) -> None:
         again.step(*batch)
 
 
+def test_dropout_that_begins_later_draws_by_the_pipelines_seed() -> None:
+    """Story: a dropout of 0 draws nothing, so its later draws were the caller's generator's, and a recomputation had another
+    mask."""
+    ends: List[Any] = []
+    state: Any = None
+    for begins in (0.0, 0.5):
+        torch.manual_seed(0)
+        drop = nn.Dropout(begins)
+        net = nn.Sequential(nn.Linear(8, 8), drop, nn.Linear(8, 3)).double()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        pipe = ipu_pipe.Pipeline(
+            net,
+            nn.functional.cross_entropy,
+            optimizer,
+            "gpipe",
+            stages=["2"],
+            microbatches=2,
+            seed=5,
+        )
+        batch = torch.randn(4, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+        if state is not None:
+            pipe.load_state_dict(state)
+        else:
+            pipe.step(*batch)
+            state = pipe.state_dict()
+            drop.p = 0.5
+        torch.manual_seed(int(10 * begins))
+        x = torch.ones(4, 8, dtype=torch.float64)
+        for _ in range(2):
+            pipe.step(x, batch[1])
+        ends.append({name: t.clone() for name, t in net.state_dict().items()})
+        pipe.close()
+    assert is_equal(*ends)
+
+
 def test_a_hook_of_a_weight_acts_on_both_blocks_that_train_it() -> None:
     """Story: with overlapping blocks, a weight whose gradient a hook set to 0 was trained by the other block."""
     net, pipe = make_scaled("local_overlapping")

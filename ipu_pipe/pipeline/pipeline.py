@@ -25,6 +25,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ipu_pipe.backends import world
 from ipu_pipe.backends.interface import (
@@ -378,6 +379,8 @@ class Pipeline:
         self._loaded: SavedState | None = None
         # the modules' modes in training, from the first step on
         self._modes: dict[nn.Module, bool] = {}
+        # those that drew nothing when the stages were built, by name
+        self._idle_dropouts: list[tuple[str, _DropoutNd]] = []
         # of each group, those that are not 0, when they were last checked
         self._settings_that_fit: list[set[str]] = []
         # of the events that this process records, until they are written
@@ -1138,6 +1141,11 @@ class Pipeline:
             # 4: the caller's line, past `step` and its wrapper `take_turn`
             warnings.warn(line, stacklevel=4)
         self._modes = {module: module.training for module in self.model.modules()}
+        self._idle_dropouts = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, _DropoutNd) and not module.p
+        ]
         self._stage_count = len(job.partition)
         if flow.engine.newest_model is None or flow.engine.leaves_weights_stale:
             self._absent.arm(hides_memory=flow.engine.leaves_weights_stale)
@@ -1348,6 +1356,13 @@ class Pipeline:
                     )
                 must_rebuild = True
                 cuts_anew |= change.kind == "module"
+        for name, module in self._idle_dropouts:
+            # its draws are keyed from the next build on
+            if module.p:
+                if self.in_flight:
+                    change = Change("value", f"{name}.p")
+                    raise RuntimeError(explain_refusal("step", backend, change, self.in_flight))
+                must_rebuild = True
         # after the loop, because a later change may be refused
         if self._job is not None:
             self._take_written_weights()
