@@ -444,7 +444,7 @@ def pass_other_arguments_by_rank(rank: int, folder: Path) -> None:
 
 
 def hook_the_model_later(rank: int, folder: Path) -> None:
-    """Story: a hook of a module that is cut was refused before the first step, and never called after it."""
+    """Register a hook of a module that is cut. Story: it was refused before the first step, and never called after it."""
     loop = begin("gpipe")
     loop.pipe.drain()
     loop.model.register_forward_hook(lambda module, args, output: output * 2)

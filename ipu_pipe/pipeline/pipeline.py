@@ -1140,12 +1140,7 @@ class Pipeline:
         for line in describe_modes(self.model, job.came_evaluating):
             # 4: the caller's line, past `step` and its wrapper `take_turn`
             warnings.warn(line, stacklevel=4)
-        self._modes = {module: module.training for module in self.model.modules()}
-        self._idle_dropouts = [
-            (name, module)
-            for name, module in self.model.named_modules()
-            if isinstance(module, _DropoutNd) and not module.p
-        ]
+        self._note_modules()
         self._stage_count = len(job.partition)
         if flow.engine.newest_model is None or flow.engine.leaves_weights_stale:
             self._absent.arm(hides_memory=flow.engine.leaves_weights_stale)
@@ -1154,6 +1149,15 @@ class Pipeline:
         # last, because building has moved weights and modes itself
         self._seam = self._look_at_objects(job)
         return job, flow
+
+    def _note_modules(self) -> None:
+        """Note what the stages are built for: the modes of modules, and which draw nothing."""
+        self._modes = {module: module.training for module in self.model.modules()}
+        self._idle_dropouts = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, _DropoutNd) and not module.p
+        ]
 
     def _look_at_objects(self, job: Job) -> Seam:
         """Return the pictures of the caller's objects as they are now."""

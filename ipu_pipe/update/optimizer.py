@@ -509,16 +509,16 @@ class _CopyFactory:
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
         original = self._original
         # not by the constructor, with whose arguments nobody knows the optimizer was made
-        made = object.__new__(type(original))
-        made.__dict__.update(original.__dict__)
+        copied = object.__new__(type(original))
+        copied.__dict__.update(original.__dict__)
         # a scheduler has put a wrapper there, which calls the original
-        made.__dict__.pop("step", None)
-        made.state = defaultdict(dict)
-        made.param_groups = []
+        copied.__dict__.pop("step", None)
+        copied.state = defaultdict(dict)
+        copied.param_groups = []
         for group in groups:
             for subgroup in self._divide(group):
-                made.add_param_group(subgroup)
-        return made
+                copied.add_param_group(subgroup)
+        return copied
 
     def _divide(self, group: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Divide the group of a stage into the groups of the optimizer that is copied, in its
