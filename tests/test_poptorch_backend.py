@@ -587,7 +587,7 @@ UNFIT: List[Tuple[Dict[str, Any], Any, List[str]]] = [
     ({"ipu": {"device_iterations": 4}, "steps": 12, "evaluate": {"steps": 3}, "checkpoint": {}}, dict, ["after 3 updates: "]),
     ({"loss_weight": "tokens"}, dict, ["loss_weight: tokens: PopTorch averages"]),
     ({**WEIGHED_ALONE, "replicas": 2}, lambda: {"loss_weight": len}, ["loss_weight: (given in Python)"]),
-    ({**WEIGHED_ALONE, "loss_weight": "tokens"}, dict, []),
+    ({**WEIGHED_ALONE, "loss_weight": "tokens"}, dict, ["loss_weight: tokens: a microbatch of weight 0"]),
     ({}, lambda: {"loss": lose_doubled}, ["model: Own: "]),
     ({"precision": "16.32", "stages": 1}, lambda: {"model": Floating(12, 4), "data": ByteData()},
      ["precision: 16.32: inputs are uint8"]),

@@ -93,9 +93,11 @@ def _find_hooked_weights(job: Job) -> str:
 
 
 def _has_step_hooks(job: Job) -> bool:
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     parts = list_parts(job.optimizer)
-    return any(getattr(part, kind, None) for part in parts for kind in hooks)
+    hooks = [h for part in parts for kind in kinds for h in getattr(part, kind, {}).values()]
+    # a loop's pipeline has a hook of its own, which refuses the caller's steps
+    return any(getattr(hook, "__name__", "") != "_refuse_step" for hook in hooks)
 
 
 def _find_rare_precision(job: Job) -> str:
