@@ -201,10 +201,29 @@ def _draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     return torch.randn(*shape, dtype=dtype, device=device)
 
 
+class BufferBefore(NamedTuple):
+    """A buffer before a forward: the table that has it, its name, the tensor, its count of writes,
+    and a copy.
+    """
+
+    table: dict[str, Any]
+    name: str
+    tensor: torch.Tensor
+    writes: int
+    copied: torch.Tensor
+
+    def has_changed(self) -> bool:
+        """Return whether the forward has written it, through .data too, or bound another tensor."""
+        now = self.table[self.name]
+        is_written = now is not self.tensor or now._version != self.writes
+        return is_written or not torch.equal(now, self.copied)
+
+
 @dataclass
 class _InFlight:
     """A microbatch between its forward and its backward on this stage. `inputs`: the batch's
-    inputs, or the received tensors.
+    inputs, or the received tensors. `by_backward`: its backward runs the forward again, with the
+    `buffers` that this one changed.
     """
 
     replay: Replay
@@ -213,8 +232,8 @@ class _InFlight:
     outputs: list[torch.Tensor]
     loss: torch.Tensor | None
     tied_version: int
-    # the buffers that the forward changed, as they were before it
-    buffers: list[tuple[dict[str, Any], str, torch.Tensor]]
+    by_backward: bool
+    buffers: Sequence[BufferBefore] = ()
 
 
 class Stage:
@@ -341,12 +360,14 @@ class Stage:
         if ends.entering is not None and model.local is None:
             inputs = ends.entering.require_gradients(inputs)
         self._load(replay.forward)
-        buffers = self._copy_buffers() if model.recomputes else []
-        # a forward by segments keeps no graph: its activations are what recomputation saves
-        keeps_graph = replay.recompute is None
-        with torch.set_grad_enabled(keeps_graph):
+        # by segments a pass of its own runs the forward again, else the backward
+        by_segments = replay.recompute is not None
+        by_backward = model.recomputes and not by_segments
+        buffers = self._copy_buffers() if by_backward else []
+        # without a graph: its activations are what recomputation saves
+        with torch.set_grad_enabled(not by_segments):
             # copies for the first time, because the model and the loss may write to what they get
-            is_repeated = model.recomputes or not keeps_graph
+            is_repeated = by_segments or by_backward
             values = clone_tensors((inputs, labels)) if is_repeated else (inputs, labels)
             outputs, result = self._run_and_count_bytes(m, *values)
         in_flight = _InFlight(
@@ -356,13 +377,13 @@ class Stage:
             outputs,
             result.loss if result else None,
             tied_version,
-            buffers,
+            by_backward,
         )
-        if model.recomputes and keeps_graph:
+        if by_backward:
             # with a graph until here, because a forward may ask whether it has one
             outputs = [t.detach() for t in outputs]
             in_flight.outputs, in_flight.loss = [], None
-            self._note_changed_buffers(in_flight)
+            in_flight.buffers = self._select_changed(buffers)
             self.sample_memory()
             self.activations.keep_inputs(m, list_tensors([*inputs, labels]))
         self._in_flight[m] = in_flight
@@ -397,34 +418,34 @@ class Stage:
             counted_outputs += [*outputs, result.loss if result else None]
         return outputs, result
 
-    def _copy_buffers(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-        """Return (table, name, copy) of the buffers that a forward changes; of all before it is
-        known.
-        """
+    def _copy_buffers(self) -> list[BufferBefore]:
+        """Copy the buffers that a forward changes; all before the first one, which shows them."""
         changed = self._changed_buffers
         if changed is None:
             tables = [module._buffers for root in self._run_modules for module in root.modules()]
             changed = [(table, n) for table in tables for n in table if table[n] is not None]
-        return [(table, name, table[name].clone()) for table, name in changed]
+        return [
+            BufferBefore(table, n, table[n], table[n]._version, table[n].clone())
+            for table, n in changed
+        ]
 
-    def _note_changed_buffers(self, in_flight: _InFlight) -> None:
-        """Note which buffers the first forward has changed, and keep the copies of these."""
+    def _select_changed(self, buffers: list[BufferBefore]) -> list[BufferBefore]:
+        """Return the buffers that forwards change, which the first one shows."""
         if self._changed_buffers is None:
-            in_flight.buffers = [
-                (table, name, copied)
-                for table, name, copied in in_flight.buffers
-                if not torch.equal(table[name], copied)
-            ]
-            self._changed_buffers = [(table, name) for table, name, _ in in_flight.buffers]
+            buffers = [buffer for buffer in buffers if buffer.has_changed()]
+            self._changed_buffers = [(buffer.table, buffer.name) for buffer in buffers]
+        return buffers
 
     def _run_again(self, m: int, in_flight: _InFlight) -> None:
         """Run the forward of a microbatch again, for its backward, with the weights in memory."""
+        # By segments only the second forward has a graph, in which a loss may change what it keeps.
+        modules = self._run_modules if in_flight.by_backward else [self.model.piece]
         with ExitStack() as stack:
             # the first forward has updated them already
-            for module in self._run_modules:
+            for module in modules:
                 stack.enter_context(restore_buffers(module))
-            for table, name, value in in_flight.buffers:
-                table[name] = value
+            for buffer in in_flight.buffers:
+                buffer.table[buffer.name] = buffer.copied
             in_flight.outputs, result = self._run_and_count_bytes(
                 m, in_flight.inputs, in_flight.labels
             )
@@ -510,8 +531,7 @@ class Stage:
         if self._is_tied:
             decides = self._work.method.holder_decides
             self.tied.load(in_flight.tied_version if decides else version)
-        # by segments a pass of its own has run it
-        if model.recomputes and in_flight.replay.recompute is None:
+        if in_flight.by_backward:
             self._run_again(m, in_flight)
             # the backward frees what this has kept
             self.sample_memory()
