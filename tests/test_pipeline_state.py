@@ -455,6 +455,14 @@ def test_rank_0_gets_the_state_of_the_last_stages_loss(tmp_path: Path) -> None:
     emulated.load_state_dict(saved["pipe"])
     emulated.optimizer.optimizer.load_state_dict(saved["optimizer"])
     assert torch.equal(finish(emulated, 3), end)
+    # a state that the caller clears is cleared, wherever it was saved
+    ends = []
+    for ranks in (1, 2):
+        emulated = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"])
+        emulated.load_state_dict({**saved["pipe"], "ranks": ranks})
+        emulated.optimizer.optimizer.state.clear()
+        ends.append(finish(emulated, 3))
+    assert torch.equal(*ends) and not torch.equal(ends[0], end)
 
 
 @pytest.mark.parametrize("stages", [2, {"count": 2, "by": "flops"}])

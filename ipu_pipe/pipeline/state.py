@@ -447,8 +447,8 @@ def take_back(saved: SavedState, model: nn.Module, optimizer: torch.optim.Optimi
     callers = set(names.values())
     tensors, plain = export_state(optimizer, names)
     # the state of a rank's optimizer, which the caller may have loaded since, has no entries of other
-    # ranks' stages
-    if are_joined() or saved.ranks > 1:
+    # ranks' stages; one that the caller has cleared has none
+    if (are_joined() or saved.ranks > 1) and (tensors or plain):
         callers = {key.rpartition("/")[0] for key in (*tensors, *plain)}
     others = {key: t for key, t in saved.optimizer.items() if not _is_callers(key, callers)}
     plain_others = {key: v for key, v in saved.plain.items() if not _is_callers(key, callers)}
