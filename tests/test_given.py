@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import nn
 
+import ipu_pipe
 from ipu_pipe.config.load import load_config
 from ipu_pipe.config.sections import GIVEN
 from ipu_pipe.errors import BadInput
@@ -98,6 +99,31 @@ def test_an_optimizer_that_was_made_keeps_its_hooks_and_attributes(tmp_path: Pat
         assert calls
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     torch.testing.assert_close(ends[0], ends[1])
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that steps another one, as Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([{"params": group["params"]} for group in inner.param_groups], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def test_an_optimizer_around_another_one_is_refused(tmp_path: Path) -> None:
+    """Story: the inner one steps the groups of the whole model, with rates of its own."""
+    model = make_small_model()
+    optimizer = Around(SGD(model.parameters()))
+    refused = "^optimizer: Around: inner: is an optimizer of its own"
+    with pytest.raises(BadInput, match=refused):
+        train(load_two_stage_config(), tmp_path, model=model, optimizer=optimizer, quiet=True)
+    pipe = ipu_pipe.Pipeline(
+        model, nn.functional.cross_entropy, optimizer, "gpipe", stages=2, microbatches=1
+    )
+    with pytest.raises(BadInput, match=refused):
+        pipe.step(torch.randn(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64))
 
 
 def test_an_optimizer_that_must_be_switched_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ipu_pipe.model.randomness import KeyedRandomness
 from ipu_pipe.refusals import BATCH, NONE, OWN_LOSS, Argument, Words, show_value
 from ipu_pipe.schedule.timelines import OPEN
 from ipu_pipe.text import list_some
-from ipu_pipe.update.optimizer import list_parts
+from ipu_pipe.update.optimizer import has_step_hooks, list_parts
 
 EMULATOR = "emulator"
 PROCESSES = "distributed"
@@ -90,14 +90,6 @@ def _find_hooked_weights(job: Job) -> str:
     hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
     weights = job.model.named_parameters()
     return list_some([name for name, p in weights if any(getattr(p, kind, None) for kind in hooks)])
-
-
-def _has_step_hooks(job: Job) -> bool:
-    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    parts = list_parts(job.optimizer)
-    hooks = [h for part in parts for kind in kinds for h in getattr(part, kind, {}).values()]
-    # a loop's pipeline has a hook of its own, which refuses the caller's steps
-    return any(getattr(hook, "__name__", "") != "_refuse_step" for hook in hooks)
 
 
 def _find_rare_precision(job: Job) -> str:
@@ -256,7 +248,7 @@ FEATURES = (
     Feature(
         "hooks of the optimizer's step",
         "optimizer",
-        _has_step_hooks,
+        lambda job: any(map(has_step_hooks, list_parts(job.optimizer))),
         dict.fromkeys((IPUS, XLA), "has hooks, which no step on the devices calls"),
     ),
     Feature(

@@ -35,9 +35,12 @@ from ipu_pipe.pipeline.arguments import parse_by_stage, require_settings_of
 from ipu_pipe.text import describe_kind, show
 from ipu_pipe.update.optimizer import (
     ELEMENTWISE,
+    MODES,
     Groups,
     RecordedSettings,
+    RefusedStep,
     copy_setting,
+    copy_without_groups,
     list_settings_of,
     spread_settings,
 )
@@ -46,8 +49,6 @@ from ipu_pipe.update.optimizer import (
 NOT_SETTINGS = ("params", "initial_lr")
 # and those of the pipeline's own groups
 NOT_WRITTEN = (*NOT_SETTINGS, "stage", "member")
-# methods of optimizers that train and evaluate other weights, such as schedule-free ones
-MODES = ("eval", "train")
 
 
 def is_same_setting(one: Any, other: Any) -> bool:
@@ -358,7 +359,7 @@ class OptimizerHandle:
         self._in_use[self.optimizer] = weakref.ref(self)
         # registered on the caller's handle alone: the optimizer that steps has the caller's other
         # hooks
-        self._hook = self.optimizer.register_step_pre_hook(self._refuse_step)
+        self._hook = self.optimizer.register_step_pre_hook(RefusedStep(self.optimizer))
         if all(callable(getattr(type(self.optimizer), name, None)) for name in MODES):
             for name in MODES:
                 vars(self.optimizer)[name] = functools.partial(self._pass_on, name)
@@ -439,12 +440,7 @@ class OptimizerHandle:
         same hooks and state.
         """
         optimizer = self.optimizer
-        # not by the constructor, with whose arguments nobody knows the optimizer was made
-        inner = object.__new__(type(optimizer))
-        inner.__dict__.update(optimizer.__dict__)
-        # a scheduler and this handle have put wrappers there, which call the caller's optimizer
-        for name in ("step", "load_state_dict", *MODES):
-            inner.__dict__.pop(name, None)
+        inner = copy_without_groups(optimizer)
         # a new optimizer has been given no setting yet
         self._seen = []
         self._newest = []
@@ -730,15 +726,6 @@ class OptimizerHandle:
     def forget(self) -> None:
         """Drop the settings of all updates, whose numbers may come again."""
         self._settings.clear()
-
-    # ---- the caller's `step`
-
-    def _refuse_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer is self.optimizer:
-            raise RuntimeError(
-                "optimizer.step(): the pipeline steps this optimizer, each stage in its turn: call "
-                "pipe.step(x, y) alone"
-            )
 
     def count_as_stepped(self) -> None:
         """Mark the caller's optimizer as stepped, since its learning-rate schedulers warn before its

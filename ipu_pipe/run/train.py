@@ -26,7 +26,7 @@ from ipu_pipe.launcher import read_launch
 from ipu_pipe.model.loss import Loss, LossWeight
 from ipu_pipe.model.randomness import restore_random_states
 from ipu_pipe.model.restoring import restore_modes
-from ipu_pipe.pipeline.optimizer import MODES, OptimizerHandle
+from ipu_pipe.pipeline.optimizer import OptimizerHandle
 from ipu_pipe.report.provenance import fingerprint_data
 from ipu_pipe.run.build import build
 from ipu_pipe.run.callbacks import Callback, make_callbacks, require_supported_callbacks
@@ -44,7 +44,7 @@ from ipu_pipe.store.folder import (
     read_summary,
 )
 from ipu_pipe.text import describe_kind
-from ipu_pipe.update.optimizer import list_parts, make_factory_of
+from ipu_pipe.update.optimizer import MODES, list_parts, make_factory_of
 from ipu_pipe.update.rates import SchedulerFactory
 
 

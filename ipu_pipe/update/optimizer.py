@@ -273,6 +273,57 @@ def list_settings_of(kind: type[torch.optim.Optimizer]) -> list[str]:
     return [name for name in parameters if name not in ("self", "params")]
 
 
+# methods by which schedule-free optimizers switch between the weights of evaluation and of training
+MODES = ("eval", "train")
+
+
+class RefusedStep:
+    """A hook by which the optimizer of a pipeline refuses the caller's own steps, and not those of its
+    copies, which have the same hooks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Raise `RuntimeError` in a step of the optimizer itself."""
+        if optimizer is self._optimizer:
+            raise RuntimeError(
+                "optimizer.step(): the pipeline steps this optimizer, each stage in its turn: call "
+                "pipe.step(x, y) alone"
+            )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the caller has hooks in the steps of an optimizer."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
+    return not all(isinstance(hook, RefusedStep) for hook in hooks)
+
+
+def copy_without_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer with the attributes and hooks of another one, and without groups.
+
+    Raise `BadInput` if it has another optimizer inside, whose groups would stay those of the whole
+    model.
+    """
+    attributes = vars(optimizer)
+    inside = [n for n, value in attributes.items() if isinstance(value, torch.optim.Optimizer)]
+    if inside:
+        raise BadInput(
+            f"optimizer: {type(optimizer).__name__}: {inside[0]}: is an optimizer of its own, which "
+            f"would step the whole model: give one optimizer that steps its groups itself"
+        )
+    # not by the constructor, with whose arguments nobody knows the optimizer was made
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+    copied.__dict__.update(attributes)
+    # a scheduler and a pipeline have put wrappers there, which call the original
+    for name in ("step", "load_state_dict", *MODES):
+        copied.__dict__.pop(name, None)
+    copied.param_groups = []
+    return copied
+
+
 def copy_setting(value: Any) -> Any:
     """Copy a setting; a learning rate may be a tensor that its scheduler changes in place."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
@@ -507,14 +558,8 @@ class _CopyFactory:
         }
 
     def __call__(self, groups: Groups) -> torch.optim.Optimizer:
-        original = self._original
-        # not by the constructor, with whose arguments nobody knows the optimizer was made
-        copied = object.__new__(type(original))
-        copied.__dict__.update(original.__dict__)
-        # a scheduler has put a wrapper there, which calls the original
-        copied.__dict__.pop("step", None)
+        copied = copy_without_groups(self._original)
         copied.state = defaultdict(dict)
-        copied.param_groups = []
         for group in groups:
             for subgroup in self._divide(group):
                 copied.add_param_group(subgroup)
