@@ -82,7 +82,11 @@ class KeptCounts(NamedTuple):
 
 
 def count_kept_microbatches(
-    in_flight: Sequence[float], recompute: bool, segments: int | None, turn: int, splits: bool
+    in_flight: Sequence[float],
+    recompute: bool,
+    segments: int | None,
+    turn: int,
+    splits: bool = False,
 ) -> KeptMicrobatches:
     """Return which data each stage keeps of its `in_flight` (P,) microbatches.
 

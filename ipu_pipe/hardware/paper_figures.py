@@ -168,7 +168,7 @@ def _compute_recompute_figures(
     method = pipeline.method
     # as the paper recomputes: by segments, by default the square root of P
     inputs, activations = count_kept_microbatches(
-        pipeline.in_flight, False, method.segments or 0, method.turn, False
+        pipeline.in_flight, False, method.segments or 0, method.turn
     )
     stored = inputs + activations
     return {

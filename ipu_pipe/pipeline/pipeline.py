@@ -1339,7 +1339,9 @@ class Pipeline:
         """
         backend = self._row_of_seam
         must_rebuild = must_copy = cuts_anew = False
-        for change in [] if self._seam is None else self._seam.list_changes():
+        # one that begins to draw is a mode: its draws are keyed from the next build on
+        changes = [Change("mode", f"{name}.p") for name, module in self._idle_dropouts if module.p]
+        for change in [*changes, *([] if self._seam is None else self._seam.list_changes())]:
             if change.where in self._require_flow().engine.stale_values:
                 # it was written over an old value
                 change = change._replace(kind="buffer")
@@ -1360,13 +1362,6 @@ class Pipeline:
                     )
                 must_rebuild = True
                 cuts_anew |= change.kind == "module"
-        for name, module in self._idle_dropouts:
-            # its draws are keyed from the next build on
-            if module.p:
-                if self.in_flight:
-                    change = Change("value", f"{name}.p")
-                    raise RuntimeError(explain_refusal("step", backend, change, self.in_flight))
-                must_rebuild = True
         # after the loop, because a later change may be refused
         if self._job is not None:
             self._take_written_weights()

@@ -115,7 +115,7 @@ def count_stored_microbatches(stages: int, segments: int) -> Tuple[List[float], 
     """
     method = resolve_method("pipemare")
     in_flight = make_schedule(method, stages, 3 * stages, 1).max_in_flight().tolist()
-    by_segments = count_kept_microbatches(in_flight, False, segments, method.turn, False)
+    by_segments = count_kept_microbatches(in_flight, False, segments, method.turn)
     return in_flight, (by_segments.inputs + by_segments.activations).tolist()
 
 

@@ -34,6 +34,7 @@ READ_ALIKE = (
     "its shuffle alike "
     "(with replicas: DistributedSampler(num_replicas=pipe.replicas, rank=pipe.replica))"
 )
+SAME_SIZE = "replicas must read batches of one size: drop the last, shorter one (drop_last=True)"
 
 
 def compare_models(model: nn.Module) -> None:
@@ -85,18 +86,17 @@ def compare_inputs(x: Any, replica: int) -> None:
     """Raise `BadInput` on all ranks if a rank's first microbatch has inputs of other shapes than
     another rank's of its replica, or another number of samples than any.
     """
-    # other shapes would end in gloo's abort of the rank that receives
     if not _are_several():
         return
+    shapes = {"step: inputs of a microbatch": describe_tensors(x)}
+    # replica -> its first rank, and what that has; other replicas may read other lengths
     firsts: dict[int, tuple[int, Any]] = {}
-    samples = {"step: samples of a microbatch": count_samples(x)}
-    mine = {"step: inputs of a microbatch": describe_tensors(x)}
-    for rank, (number, counted, shapes) in gather_by_rank((replica, samples, mine)).items():
-        # replicas read batches of their own, which may have other lengths
-        for key, description in ((number, shapes), (-1, counted)):
-            first_rank, first = firsts.setdefault(key, (rank, description))
-            if faults := compare_requests(first, description, first_rank, rank):
-                raise BadInput(f"{faults[0]}: {READ_ALIKE}")
+    for rank, (number, here) in gather_by_rank((replica, shapes)).items():
+        first_rank, first = firsts.setdefault(number, (rank, here))
+        # they would end in gloo's abort of the rank that receives
+        if faults := compare_requests(first, here, first_rank, rank):
+            raise BadInput(f"{faults[0]}: {READ_ALIKE}")
+    _raise_first_difference({"step: samples of a microbatch": str(count_samples(x))}, SAME_SIZE)
 
 
 def compare_settings(settings: dict[str, str]) -> None:
