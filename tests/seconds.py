@@ -4,13 +4,15 @@
 
 writes tests/dear_cases.txt; if files are named, their cases alone are written anew. A case is dear if it takes more than
 0.15 seconds of processor time, its processes counted; of each function the cheapest case stays, unless it takes more
-than half a second. tests/conftest.py marks the listed cases slow. A case that was renamed runs again with the others.
+than half a second. A case that found a fault of tests/mutants stays always.
+tests/conftest.py marks the listed cases slow. A case that was renamed runs again with the others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Dict, FrozenSet, Iterator, List
 import pytest
 
 FILE = Path(__file__).with_name("dear_cases.txt")
+FAULTS = Path(__file__).with_name("mutants") / "results.json"
 DEAR = 0.15
 # what even the only case of a function may take
 DEAREST = 0.5
@@ -78,8 +81,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             _seconds[report.nodeid] = value
 
 
-def choose_dear_cases(seconds: Dict[str, float]) -> List[str]:
-    """Return the cases, by their seconds, that are dear."""
+def read_kept_cases() -> FrozenSet[str]:
+    """Return the node ids of the cases that found a fault of tests/mutants."""
+    results = json.loads(FAULTS.read_text(encoding="utf-8")) if FAULTS.exists() else {}
+    return frozenset(result["killed_by"] for result in results.values())
+
+
+def choose_dear_cases(seconds: Dict[str, float], kept: FrozenSet[str]) -> List[str]:
+    """Return the cases, by their seconds, that are dear, without those that are `kept`."""
     by_function: Dict[str, List[str]] = defaultdict(list)
     for case in sorted(seconds, key=lambda case: (seconds[case], case)):
         by_function[case.partition("[")[0]].append(case)
@@ -87,7 +96,7 @@ def choose_dear_cases(seconds: Dict[str, float]) -> List[str]:
         case
         for cases in by_function.values()
         for number, case in enumerate(cases)
-        if seconds[case] > (DEAR if number else DEAREST)
+        if case not in kept and seconds[case] > (DEAR if number else DEAREST)
     )
 
 
@@ -96,7 +105,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput") and _seconds:
         files = {case.partition("::")[0] for case in _seconds}
         elsewhere = {case for case in read_dear_cases() if case.partition("::")[0] not in files}
-        dear_cases = choose_dear_cases(_seconds)
+        dear_cases = choose_dear_cases(_seconds, read_kept_cases())
         FILE.write_text("\n".join(sorted({*dear_cases, *elsewhere})) + "\n", encoding="utf-8")
         left = sum(_seconds.values()) - sum(map(_seconds.__getitem__, dear_cases))
         print(

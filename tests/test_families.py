@@ -14,7 +14,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", minversion="5")
-pytest.importorskip("tests.third_party_zoo")
 
 from ipu_pipe.errors import BadInput  # noqa: E402
 from tools import sweep  # noqa: E402

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -357,58 +358,65 @@ class ModelRecorder(transformers.TrainerCallback):  # type: ignore[misc, name-de
         self.trainer.log({"callback": 1.0})
 
 
-def run_methods(folder: Path, where: str) -> None:
-    """Train with each method, and save weights and log."""
-    runs: Dict[str, Dict[str, Any]] = {
-        "pipedream_flush": {"train_dataset": draw_samples("gpt2", EVEN)},
-        "pipedream": {"train_dataset": draw_samples("gpt2", EVEN), "pipeline": DELAYED},
+def train_by(method: str, folder: Path, where: str) -> None:
+    """Train with a method, and save weights and log."""
+    changes: Dict[str, Any] = {"train_dataset": draw_samples("gpt2", EVEN)}
+    if method == "pipedream":
+        changes["pipeline"] = DELAYED
+    if method == "gpipe":
         # a run with a short batch, which a callback ends
-        "gpipe": {"callbacks": [EventRecorder(5)]},
-    }
-    for method, changes in runs.items():
-        predicted: List[torch.Tensor] = []
-        recorder = ModelRecorder(folder / f"{method}-own-{where}")
+        changes = {"callbacks": [EventRecorder(5)]}
+    predicted: List[torch.Tensor] = []
+    recorder = ModelRecorder(folder / f"own-{where}")
 
-        def keep_predictions(prediction: Any) -> Dict[str, float]:
-            predicted.append(torch.from_numpy(prediction.predictions))  # noqa: B023
-            return count_right(prediction)
+    def keep_predictions(prediction: Any) -> Dict[str, float]:
+        predicted.append(torch.from_numpy(prediction.predictions))
+        return count_right(prediction)
 
-        trainer = make_trainer(
-            folder / f"{method}-{where[:4]}",
-            method=method,
-            compute_metrics=keep_predictions,
-            **changes,
-        )
-        recorder.trainer = trainer
-        trainer.add_callback(recorder)
-        trainer.train()
-        results = (trainer.model.state_dict(), read_log(trainer), predicted, recorder.models)
-        torch.save(results, folder / f"{method}.{where}")
+    trainer = make_trainer(
+        folder / where[:4], method=method, compute_metrics=keep_predictions, **changes
+    )
+    recorder.trainer = trainer
+    trainer.add_callback(recorder)
+    trainer.train()
+    results = (trainer.model.state_dict(), read_log(trainer), predicted, recorder.models)
+    torch.save(results, folder / f"results.{where}")
 
 
-def train_rank(rank: int, folder: Path, port: int) -> None:
+def train_rank(rank: int, method: str, folder: Path, port: int) -> None:
     os.environ.update(forked.make_rank_environment(rank, 2, port))
-    run_methods(folder, f"rank{rank}")
+    train_by(method, folder, f"rank{rank}")
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def process_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("processes")
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.fork_ranks(2, train_rank, folder, store.port)
-    run_methods(folder, "emulator")
-    yield folder
+def train_everywhere(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what trains with a method on two processes and on the emulator, once, and returns the folder of both."""
+
+    @functools.lru_cache(maxsize=None)
+    def train(method: str) -> Path:
+        folder = tmp_path_factory.mktemp(method)
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        forked.fork_ranks(2, train_rank, method, folder, store.port)
+        train_by(method, folder, "emulator")
+        return folder
+
+    return train
 
 
-@pytest.mark.parametrize("method", [*METHODS, "gpipe"])
-def test_processes_train_as_the_emulator(method: str, process_runs: Path) -> None:
+# a run of a method takes seconds
+PROCESS_METHODS = mark_slow([*METHODS, "gpipe"], lambda method: method == "pipedream")
+
+
+@pytest.mark.parametrize("method", PROCESS_METHODS)
+def test_processes_train_as_the_emulator(
+    method: str, train_everywhere: Callable[[str], Path]
+) -> None:
     """Story: other ranks than the first evaluated with NaN for the weights of other stages."""
-    weights, log, predicted, _ = torch.load(process_runs / f"{method}.emulator")
+    folder = train_everywhere(method)
+    weights, log, predicted, _ = torch.load(folder / "results.emulator")
     for rank in range(2):
-        other_weights, other_log, predicted_here, _ = torch.load(
-            process_runs / f"{method}.rank{rank}"
-        )
+        other_weights, other_log, predicted_here, _ = torch.load(folder / f"results.rank{rank}")
         torch.testing.assert_close(predicted, predicted_here, rtol=1e-4, atol=1e-4)
         if method != "gpipe":
             assert log == other_log
@@ -421,12 +429,15 @@ def test_processes_train_as_the_emulator(method: str, process_runs: Path) -> Non
         assert_states_close(weights, other_weights, 1e-4)
 
 
-def test_losses_leave_a_pipeline_later_and_none_is_lost(process_runs: Path) -> None:
+@pytest.mark.slow
+def test_losses_leave_a_pipeline_later_and_none_is_lost(
+    train_everywhere: Callable[[str], Path],
+) -> None:
     """A line of the log has the mean loss of the updates that left since the previous line; all
     leave before an evaluation."""
     logs = []
     for method in METHODS:
-        _, log, _, _ = torch.load(process_runs / f"{method}.emulator")
+        _, log, _, _ = torch.load(train_everywhere(method) / "results.emulator")
         logs.append({line["step"]: line["loss"] for line in log if "loss" in line})
     flushed, pipelined = logs
     assert list(flushed) == [1, 2, 3, 4, 5, 6]
@@ -435,7 +446,9 @@ def test_losses_leave_a_pipeline_later_and_none_is_lost(process_runs: Path) -> N
     assert pipelined[2] == flushed[1]
 
 
-def test_a_run_of_processes_resumes_in_the_emulator(process_runs: Path, tmp_path: Path) -> None:
+def test_a_run_of_processes_resumes_in_the_emulator(
+    train_everywhere: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Story: with `eval_on_start` a resumed run always failed, because its pipeline has no stages
     before its first step."""
     trainer = make_trainer(
@@ -445,8 +458,9 @@ def test_a_run_of_processes_resumes_in_the_emulator(process_runs: Path, tmp_path
         train_dataset=draw_samples("gpt2", EVEN),
         eval_on_start=True,
     )
-    trainer.train(resume_from_checkpoint=str(process_runs / "pipedream-rank" / "checkpoint-3"))
-    weights, log, _, _ = torch.load(process_runs / "pipedream.emulator")
+    folder = train_everywhere("pipedream")
+    trainer.train(resume_from_checkpoint=str(folder / "rank" / "checkpoint-3"))
+    weights, log, _, _ = torch.load(folder / "results.emulator")
     resumed_log = read_log(trainer)
     evaluations = [line for line in resumed_log if line["step"] == 3 and "eval_loss" in line]
     assert len(evaluations) == 2 and evaluations[0] == evaluations[1]
@@ -454,19 +468,22 @@ def test_a_run_of_processes_resumes_in_the_emulator(process_runs: Path, tmp_path
     assert is_same_model(trainer.model, weights) and resumed_log == log
 
 
-@pytest.mark.parametrize("method", [*METHODS, "gpipe"])
-def test_callbacks_of_processes_have_the_whole_model(method: str, process_runs: Path) -> None:
+@pytest.mark.parametrize("method", PROCESS_METHODS)
+def test_callbacks_of_processes_have_the_whole_model(
+    method: str, train_everywhere: Callable[[str], Path]
+) -> None:
     """Story: a callback that saved the model, or generated text, got NaN for the weights of other
     ranks; its log() went to the others in the place of the control."""
-    _, _, _, models = torch.load(process_runs / f"{method}.emulator")
-    *_, models_of_first = torch.load(process_runs / f"{method}.rank0")
-    *_, models_of_second = torch.load(process_runs / f"{method}.rank1")
+    folder = train_everywhere(method)
+    _, _, _, models = torch.load(folder / "results.emulator")
+    *_, models_of_first = torch.load(folder / "results.rank0")
+    *_, models_of_second = torch.load(folder / "results.rank1")
     # an evaluation and a checkpoint after each epoch
     assert len(models_of_first) == len(models) == 4 and not models_of_second
     for expected, model in zip(models, models_of_first):
         assert_states_close(expected, model, 1e-4 if method == "gpipe" else 0.0)
-    saved = {path.parent.name for path in process_runs.glob(f"{method}-own-*/*.safetensors")}
-    assert saved == {f"{method}-own-emulator", f"{method}-own-rank0"}
+    saved = {path.parent.name for path in folder.glob("own-*/*.safetensors")}
+    assert saved == {"own-emulator", "own-rank0"}
 
 
 # ---- processes of which the first one differs

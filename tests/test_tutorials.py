@@ -59,7 +59,7 @@ def run_tutorial_command(words: List[str], monkeypatch: pytest.MonkeyPatch) -> o
 )
 def test_a_tutorial_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "torchvision" in page.read_text():
-        pytest.importorskip("tests.vision_libraries")
+        assert pytest.importorskip("tests.vision_libraries").torchvision
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     before = set(sys.modules)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ipu_pipe.data.sources import TensorData
+from tests import vision_libraries as vision
 from tests.third_party import transformers
-from tests.vision_libraries import timm, torchvision
 
 CLASSES, WORDS, LENGTH = 5, 50, 8
 _SIZES: Dict[str, Any] = {
@@ -43,43 +43,45 @@ class LogitsModel(nn.Module):
 
 
 def make_resnet18() -> nn.Module:
-    return torchvision.models.resnet18(num_classes=CLASSES)  # type: ignore[no-any-return]
+    return vision.torchvision.models.resnet18(num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
 def make_vision_transformer() -> nn.Module:
     """Return a ViT with dropout in attention, too."""
-    return torchvision.models.VisionTransformer(  # type: ignore[no-any-return]
+    return vision.torchvision.models.VisionTransformer(  # type: ignore[no-any-return]
         16, 8, 4, 2, 16, 32, dropout=0.1, attention_dropout=0.1, num_classes=CLASSES
     )
 
 
 def make_googlenet() -> nn.Module:
     """Return a GoogLeNet, which has two more heads in training."""
-    return torchvision.models.GoogLeNet(num_classes=CLASSES, init_weights=False)  # type: ignore[no-any-return]
+    return vision.torchvision.models.GoogLeNet(num_classes=CLASSES, init_weights=False)  # type: ignore[no-any-return]
 
 
 def make_densenet() -> nn.Module:
-    return torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)  # type: ignore[no-any-return]
+    return vision.torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)  # type: ignore[no-any-return]
 
 
 def make_timm_resnet() -> nn.Module:
-    block: Any = timm.models.resnet.BasicBlock
-    return timm.models.ResNet(block, (1, 1, 1, 1), channels=(8, 8, 16, 16), num_classes=CLASSES)  # type: ignore[no-any-return]
+    block: Any = vision.timm.models.resnet.BasicBlock
+    return vision.timm.models.ResNet(
+        block, (1, 1, 1, 1), channels=(8, 8, 16, 16), num_classes=CLASSES
+    )  # type: ignore[no-any-return]
 
 
 def make_timm_vit() -> nn.Module:
     """Return a ViT with stochastic depth."""
-    return timm.models.VisionTransformer(**_IMAGE, drop_path_rate=0.2)  # type: ignore[no-any-return]
+    return vision.timm.models.VisionTransformer(**_IMAGE, drop_path_rate=0.2)  # type: ignore[no-any-return]
 
 
 def make_timm_swin() -> nn.Module:
-    return timm.models.SwinTransformer(  # type: ignore[no-any-return]
+    return vision.timm.models.SwinTransformer(  # type: ignore[no-any-return]
         img_size=16, patch_size=2, embed_dim=8, depths=(2, 2), num_heads=(1, 2), window_size=4, num_classes=CLASSES
     )  # fmt: skip
 
 
 def make_timm_convnext() -> nn.Module:
-    return timm.models.ConvNeXt(
+    return vision.timm.models.ConvNeXt(
         depths=(1, 1, 2, 1), dims=(8, 8, 16, 16), num_classes=CLASSES, drop_path_rate=0.1
     )  # type: ignore[no-any-return]
 
@@ -87,12 +89,14 @@ def make_timm_convnext() -> nn.Module:
 def make_convnext() -> nn.Module:
     """Return a ConvNeXt: the memory layout of its gradients differs from that of its
     activations."""
-    make = torchvision.models.convnext.CNBlockConfig
-    return torchvision.models.ConvNeXt([make(8, 16, 2), make(16, None, 2)], num_classes=CLASSES)  # type: ignore[no-any-return]
+    make = vision.torchvision.models.convnext.CNBlockConfig
+    return vision.torchvision.models.ConvNeXt(
+        [make(8, 16, 2), make(16, None, 2)], num_classes=CLASSES
+    )  # type: ignore[no-any-return]
 
 
 def make_timm_cait() -> nn.Module:
-    return timm.models.Cait(**_IMAGE)  # type: ignore[attr-defined,no-any-return]
+    return vision.timm.models.Cait(**_IMAGE)  # type: ignore[attr-defined,no-any-return]
 
 
 def make_mixtral() -> nn.Module:

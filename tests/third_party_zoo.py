@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ipu_pipe.data import DataSource, from_loader
+from tests import vision_libraries as vision
 from tests.third_party import transformers
-from tests.vision_libraries import timm, torchvision
 
 CLASSES, WORDS, LENGTH, SAMPLES = 5, 48, 8, 16
 
@@ -83,12 +83,12 @@ def make_zoo_source(model: ZooModel) -> DataSource:
 
 def _make_vision_row(name: str, size: int = 32, **args: Any) -> ZooModel:
     return ZooModel(
-        lambda: getattr(torchvision.models, name)(num_classes=CLASSES, **args), size=size
+        lambda: getattr(vision.torchvision.models, name)(num_classes=CLASSES, **args), size=size
     )
 
 
 def _make_alexnet() -> nn.Module:
-    model: nn.Module = torchvision.models.alexnet(num_classes=CLASSES)
+    model: nn.Module = vision.torchvision.models.alexnet(num_classes=CLASSES)
     model.classifier = nn.Sequential(
         nn.Dropout(), nn.Linear(256 * 6 * 6, 16), nn.ReLU(), nn.Linear(16, CLASSES)
     )
@@ -96,8 +96,10 @@ def _make_alexnet() -> nn.Module:
 
 
 def _make_vgg(norm: bool) -> nn.Module:
-    layers = torchvision.models.vgg.make_layers([8, "M", 16, "M", 16, 16, "M"], batch_norm=norm)
-    model: nn.Module = torchvision.models.VGG(layers, num_classes=CLASSES)
+    layers = vision.torchvision.models.vgg.make_layers(
+        [8, "M", 16, "M", 16, 16, "M"], batch_norm=norm
+    )
+    model: nn.Module = vision.torchvision.models.VGG(layers, num_classes=CLASSES)
     model.avgpool = nn.AdaptiveAvgPool2d(1)
     model.classifier = nn.Sequential(
         nn.Linear(16, 16), nn.ReLU(), nn.Dropout(), nn.Linear(16, CLASSES)
@@ -106,13 +108,13 @@ def _make_vgg(norm: bool) -> nn.Module:
 
 
 def _make_vision_convnext() -> nn.Module:
-    make = torchvision.models.convnext.CNBlockConfig
+    make = vision.torchvision.models.convnext.CNBlockConfig
     blocks = [make(8, 16, 2), make(16, None, 2)]
-    return torchvision.models.ConvNeXt(blocks, 0.1, num_classes=CLASSES)  # type: ignore[no-any-return]
+    return vision.torchvision.models.ConvNeXt(blocks, 0.1, num_classes=CLASSES)  # type: ignore[no-any-return]
 
 
 def _make_vision_swin(version: str) -> nn.Module:
-    swin: Any = torchvision.models.swin_transformer
+    swin: Any = vision.torchvision.models.swin_transformer
     others = (
         {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
         if version == "2"
@@ -128,12 +130,12 @@ TORCHVISION: Dict[str, ZooModel] = {
     "alexnet": ZooModel(_make_alexnet, size=224),
     "convnext": ZooModel(_make_vision_convnext),
     "densenet": ZooModel(
-        lambda: torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)
+        lambda: vision.torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)
     ),
     "efficientnet_b0": _make_vision_row("efficientnet_b0"),
     "googlenet": _make_vision_row("googlenet", init_weights=False),
     "maxvit": ZooModel(
-        lambda: torchvision.models.MaxVit(
+        lambda: vision.torchvision.models.MaxVit(
             (32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1, num_classes=CLASSES
         )
     ),
@@ -145,7 +147,7 @@ TORCHVISION: Dict[str, ZooModel] = {
     "vgg": ZooModel(lambda: _make_vgg(False)),
     "vgg_bn": ZooModel(lambda: _make_vgg(True)),
     "vit": ZooModel(
-        lambda: torchvision.models.VisionTransformer(32, 8, 4, 2, 16, 32, 0.1, 0.1, CLASSES)
+        lambda: vision.torchvision.models.VisionTransformer(32, 8, 4, 2, 16, 32, 0.1, 0.1, CLASSES)
     ),
 }
 
@@ -155,7 +157,7 @@ TORCHVISION: Dict[str, ZooModel] = {
 def _make_timm_row(name: str, size: int = 32, **args: Any) -> ZooModel:
     """Return a row of `timm.create_model`; pass a `size` among `args` too where timm requires
     it."""
-    return ZooModel(lambda: timm.create_model(name, num_classes=CLASSES, **args), size=size)
+    return ZooModel(lambda: vision.timm.create_model(name, num_classes=CLASSES, **args), size=size)
 
 
 _VIT: Dict[str, Any] = {
@@ -178,14 +180,14 @@ _SWIN: Dict[str, Any] = {
 def _make_mixer(layer: str, **args: Any) -> ZooModel:
     sizes: Any = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "num_blocks": 4}
     return ZooModel(
-        lambda: timm.models.MlpMixer(
-            CLASSES, **sizes, mlp_layer=getattr(timm.layers, layer), **args
+        lambda: vision.timm.models.MlpMixer(
+            CLASSES, **sizes, mlp_layer=getattr(vision.timm.layers, layer), **args
         )
     )
 
 
 def _make_resmlp() -> nn.Module:
-    parts = timm.models.mlp_mixer
+    parts = vision.timm.models.mlp_mixer
     return _make_mixer(
         "Mlp", mlp_ratio=4, block_layer=parts.ResBlock, norm_layer=parts.Affine
     ).build()
@@ -196,7 +198,7 @@ TIMM: Dict[str, ZooModel] = {
     "byobnet": _make_timm_row("test_byobnet"),
     "cait": _make_timm_row("cait_xxs24_224", **_VIT),
     "coatnet": _make_timm_row("test_coatnet", 32, img_size=32),
-    "convmixer": ZooModel(lambda: timm.models.ConvMixer(16, 4, 5, 4, num_classes=CLASSES)),
+    "convmixer": ZooModel(lambda: vision.timm.models.ConvMixer(16, 4, 5, 4, num_classes=CLASSES)),
     "convnext": _make_timm_row("test_convnext", drop_path_rate=0.1),
     "crossvit": _make_timm_row("crossvit_9_240", 48, img_size=48, img_scale=(1.0, 1.0), patch_size=(12, 16), embed_dim=(16, 32),
                       num_heads=(2, 2)),
@@ -204,11 +206,11 @@ TIMM: Dict[str, ZooModel] = {
     "densenet": _make_timm_row("densenet121", growth_rate=8, block_config=(2, 2)),
     "efficientnet": _make_timm_row("test_efficientnet", drop_rate=0.1),
     "eva02": _make_timm_row("eva02_tiny_patch14_224", **_VIT),
-    "focalnet": ZooModel(lambda: timm.models.FocalNet(embed_dim=8, **_FOUR, num_classes=CLASSES)),
+    "focalnet": ZooModel(lambda: vision.timm.models.FocalNet(embed_dim=8, **_FOUR, num_classes=CLASSES)),
     "gmixer": _make_mixer("GluMlp", mlp_ratio=(1.0, 4.0)),
     "hrnet": _make_timm_row("hrnet_w18_small"),
     "nfnet": _make_timm_row("test_nfnet"),
-    "poolformer": ZooModel(lambda: timm.models.MetaFormer(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32), num_classes=CLASSES)),
+    "poolformer": ZooModel(lambda: vision.timm.models.MetaFormer(depths=(1, 1, 1, 1), dims=(8, 16, 16, 32), num_classes=CLASSES)),
     "resmlp": ZooModel(_make_resmlp),
     "resnet": _make_timm_row("test_resnet", drop_path_rate=0.1),
     "sequencer2d": _make_timm_row("sequencer2d_s", 32, img_size=32, layers=(1, 1, 1, 1), embed_dims=(16,) * 4,

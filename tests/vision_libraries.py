@@ -14,9 +14,12 @@ import importlib.util
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
+if importlib.util.find_spec("timm") is None:
+    raise ImportError("timm is not installed")
 ASIDE = Path(sys.prefix) / "torchvision_aside"  # as in tools/check_torchvision.py
 _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # must live as long as its definitions
 
@@ -38,17 +41,25 @@ def _define_operators() -> bool:
     return False
 
 
-# Restore the path: otherwise processes of other tests would inherit it, without the definitions.
-sys.path.append(str(ASIDE))
-try:
-    LACKS_OPERATORS = _define_operators()
-    import timm
-    import torchvision
-finally:
-    sys.path.remove(str(ASIDE))
+def __getattr__(name: str) -> Any:
+    """Import both libraries at the first use of one: it takes seconds, which tests of others do without."""
+    if name not in __all__:
+        raise AttributeError(name)
+    # Restore the path: otherwise processes of other tests would inherit it, without the definitions.
+    sys.path.append(str(ASIDE))
+    try:
+        lacks_operators = _define_operators()
+        import timm
+        import torchvision
+    finally:
+        sys.path.remove(str(ASIDE))
+    globals().update(LACKS_OPERATORS=lacks_operators, timm=timm, torchvision=torchvision)
+    return globals()[name]
 
-__all__ = ["LACKS_OPERATORS", "timm", "torchvision"]
+
+__all__ = ["LACKS_OPERATORS", "timm", "torchvision"]  # noqa: F822
 
 if __name__ == "__main__":
+    __getattr__("timm")
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

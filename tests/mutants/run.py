@@ -5,8 +5,9 @@
     python -m tests.mutants.run --missing       those without a result in results.json
     python -m tests.mutants.run --list          print them without a run
 
-A fault that no test finds is printed as SURVIVED, and the command ends with code 1. The first test
-that fails ends a fault's run; small files come first.
+The first test that fails ends a fault's run; small files come first. Slow tests run where no other finds it, and
+tests/seconds.py keeps what found a fault in the default suite from then on. A fault that no test finds is printed as
+SURVIVED, and the command ends with code 1.
 """
 
 from __future__ import annotations
@@ -119,16 +120,21 @@ def run_mutant(mutant: Mutant) -> Dict[str, object]:
             "--no-header",
             *list_test_files(mutant.file),
         ]
-        environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            result = subprocess.run(
-                command, cwd=root, env=environment, capture_output=True, text=True, timeout=DEADLINE
-            )
-            failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
-            killed_by = failed[0] if failed else "" if result.returncode == 0 else "a crash"
-        except subprocess.TimeoutExpired:
-            killed_by = "an endless loop"
+        killed_by = _find_failure(command, root) or _find_failure([*command, "-m", "slow"], root)
     return {"killed_by": killed_by, "seconds": round(time.monotonic() - begin)}
+
+
+def _find_failure(command: List[str], root: Path) -> str:
+    """Run tests of the library at `root`; return the first that fails, an empty text if none does."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        result = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, timeout=DEADLINE
+        )
+    except subprocess.TimeoutExpired:
+        return "an endless loop"
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", result.stdout, re.MULTILINE)
+    return failed[0] if failed else "" if result.returncode == 0 else "a crash"
 
 
 def main() -> int:
