@@ -48,7 +48,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
         type=int_in(1, 1000),
         default=3,
         metavar="N",
-        help="trainings of each method and rate (default 3)",
+        help="trainings of each method and rate, from the config's seed on (default 3)",
     ),
     option(
         "--rates",
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
         loop,
         loop.describe_methods(names),
         stages=config.stages,
-        seeds=args.seeds,
+        seeds=range(config.seed, config.seed + args.seeds),
         rates=args.rates,
         hardware=config.hardware,
         out=args.out,
