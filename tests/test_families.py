@@ -67,7 +67,7 @@ def test_the_emulator_gives_the_bits_of_a_plain_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, family", enumerate(FAMILIES))
+@pytest.mark.parametrize("number, family", list(enumerate(FAMILIES)))
 def test_two_processes_do_what_the_page_says(
     number: int, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

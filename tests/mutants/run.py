@@ -5,9 +5,9 @@
     python -m tests.mutants.run --missing       those without a result in results.json
     python -m tests.mutants.run --list          print them without a run
 
-The first test that fails ends a fault's run; small files come first. Slow tests run where no other finds it, and
-tests/seconds.py keeps what found a fault in the default suite from then on. A fault that no test finds is printed as
-SURVIVED, and the command ends with code 1.
+The first test that fails ends a fault's run; small files come first. Where none finds it, the others of the default
+suite run, and then the slow ones of the same files: tests/seconds.py keeps in the default suite what found a fault.
+A fault that no test finds is printed as SURVIVED, and the command ends with code 1.
 """
 
 from __future__ import annotations
@@ -112,20 +112,19 @@ def run_mutant(mutant: Mutant) -> Dict[str, object]:
             else:
                 shutil.copy(source, root / name)
         mutant.apply(root)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "--no-header",
-            *list_test_files(mutant.file),
-        ]
-        killed_by = _find_failure(command, root) or _find_failure([*command, "-m", "slow"], root)
+        files = list_test_files(mutant.file)
+        others = [f"--ignore={file}" for file in files]
+        killed_by = (
+            _find_failure(root, *files)
+            or _find_failure(root, *others)
+            or _find_failure(root, *files, "-m", "slow")
+        )
     return {"killed_by": killed_by, "seconds": round(time.monotonic() - begin)}
 
 
-def _find_failure(command: List[str], root: Path) -> str:
+def _find_failure(root: Path, *arguments: str) -> str:
     """Run tests of the library at `root`; return the first that fails, an empty text if none does."""
+    command = [sys.executable, "-m", "pytest", "-x", "--no-header", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         result = subprocess.run(
