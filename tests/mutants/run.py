@@ -36,6 +36,12 @@ WHOLE = (
     "test_train.py",
     "test_rules.py",
     "test_processes_equal_emulator.py",
+    "test_loss_weight.py",
+    "test_modes.py",
+    "test_tied.py",
+    "test_seam.py",
+    "test_pipeline_optimizers.py",
+    "test_pipeline_state.py",
 )
 # these read the source, and find any change of it
 READERS = ("tests/test_mutants.py", "tests/test_house.py")
