@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.pipeline.optimizer import OptimizerHandle
 from ipu_pipe.update.coupling import Coupling, find_coupling, list_faults
 from tests.support.processes import end_rank, run_in_group
 from tests.support.runs import needs_processes
@@ -170,6 +171,19 @@ OPTIMIZERS: Dict[str, Tuple[Callable[..., torch.optim.Optimizer], Callable[[int,
     "groups": (make_groups_of_dimensions, change_group_by_group),
     "a loaded state": (load_adamw, change_nothing),
 }
+
+
+def test_settings_of_updates_in_flight_are_copies() -> None:
+    """A stage may step with the rate of an update after the caller has changed the tensor in place."""
+    model = nn.Linear(2, 2)
+    rate = torch.tensor(0.5)
+    handle = OptimizerHandle(torch.optim.SGD(model.parameters(), lr=rate), model)
+    for k in range(2):
+        handle.record(k)
+        rate.mul_(0.5)
+    group = {"member": 0, "stage": 0}
+    assert [float(handle.get_settings(k, group)["lr"]) for k in range(2)] == [0.5, 0.25]
+    handle.release()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

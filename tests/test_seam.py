@@ -251,6 +251,17 @@ def test_the_callers_gradients_come_back_after_each_call() -> None:
         assert all(bool((gradient == k).all()) for gradient in gradients.values())
 
 
+def test_gradients_in_flight_wait_between_two_calls() -> None:
+    weight, theirs, gathered = nn.Parameter(torch.ones(1)), torch.ones(1), torch.ones(1)
+    own = OwnGradients([weight], [weight])
+    weight.grad = theirs
+    with own.lend():
+        weight.grad = gathered
+    assert weight.grad is theirs
+    with own.lend():
+        assert weight.grad is gathered
+
+
 # ---- the generator notices a broken seam
 
 
@@ -566,14 +577,16 @@ def multiply(output: torch.Tensor, y: torch.Tensor, **keys: Any) -> torch.Tensor
     return output.sum() * factor * keys["factor"]
 
 
-def test_an_attribute_that_becomes_true_is_seen() -> None:
+def test_an_attribute_that_becomes_true_and_a_mode_are_seen() -> None:
     """1 and True are equal, and not the same in every forward."""
-    model = torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
     model.flag = 1
     objects = seam.Objects(model, torch.optim.SGD(model.parameters(), 0.1), multiply)
     looked = seam.Seam("poptorch", objects)
     model.flag = True
-    assert [change.where for change in looked.list_changes()] == ["model.flag"]
+    model[1].eval()
+    places = {change.where for change in looked.list_changes()}
+    assert places == {"model.flag", "1.training"}
 
 
 def test_values_of_a_loss_that_have_one_name_are_all_seen() -> None:

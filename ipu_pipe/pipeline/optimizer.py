@@ -607,8 +607,7 @@ class OptimizerHandle:
         recorded = RecordedSettings()
         for key, value in present.items():
             if key not in seen or not is_same_setting(value, seen[key]):
-                seen[key] = copy_setting(value)
-                recorded[key] = value
+                seen[key] = recorded[key] = value
                 recorded.changes[key] = self._records
             # what the optimizer itself has added is not the caller's to set
             elif key in last:
