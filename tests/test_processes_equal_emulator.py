@@ -191,7 +191,7 @@ ROWS: Dict[str, RunRow] = {
 # one of each kind
 QUICK = (
     "t1-t2", "three-replicas", "tied-replicas", "cut-make_forces", "complex-buffer-zb_h1", "loss-reads-model",
-    "head-in-loss-pipemare", "batches-three", "loss-weight-pipedream",
+    "head-in-loss-pipemare", "batches-three", "loss-weight-local_sgd",
 )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def test_processes_give_the_emulators_bits(name: str, groups: RankGroups, tmp_pa
 
 
 QUICK_LOOPS = {
-    "pipedream", "pipemare_t1_t2", "pipedream_clip_delayed", "pipedream_replicas", "pb_virtual_split", "recompute",
+    "pipedream", "pipemare_t1_t2", "pipedream_clip_delayed", "pipedream_replicas", "pb_virtual_split", "pipemare_recompute",
     "local_overlapping", "diloco", "zbv",
 }  # fmt: skip
 

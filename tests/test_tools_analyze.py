@@ -133,6 +133,7 @@ def test_a_window_of_many_events_is_drawn() -> None:
         ("run --to a.xlsx", ".parquet"),
         ("profile.pop", "which is not installed"),
         ("none/profile.pop", "no such profile"),
+        ("profile.pop --html a.html", "--html: goes with a trace; profile.pop has no events"),
         ("run --html", "expected one argument"),
         ("", "RUN"),
     ],

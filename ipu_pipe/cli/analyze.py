@@ -90,6 +90,14 @@ def main(args: argparse.Namespace) -> None:
     # PopVision's file, which Graphcore's library reads, or the folder of its profiles
     profiles = _find_profiles(args.run)
     if profiles:
+        others = {**outputs, "--against": args.against, "--passes": args.passes}
+        raise_faults(
+            [
+                f"{name}: goes with a trace; {profiles[0]} has no events: leave it out"
+                for name, value in others.items()
+                if value
+            ]
+        )
         contents = {str(file): _read_profile(file) for file in profiles}
         # a file named itself is the profile; of a folder there is a mapping of files
         record = {"source": str(args.run), "profile": contents.get(str(args.run), contents)}
