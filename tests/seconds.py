@@ -3,7 +3,7 @@
     python -m pytest -n 2 -m 'not browser' -p tests.seconds
 
 writes tests/dear_cases.txt; if files are named, their cases alone are written anew. A case is dear if it takes more than
-0.15 seconds of processor time, its processes counted; of each function the cheapest case stays, unless it takes more
+0.1 seconds of processor time, its processes counted; of each function the cheapest case stays, unless it takes more
 than half a second. A case that found a fault of tests/mutants stays always.
 tests/conftest.py marks the listed cases slow. A case that was renamed runs again with the others.
 """
@@ -22,7 +22,7 @@ import pytest
 
 FILE = Path(__file__).with_name("dear_cases.txt")
 FAULTS = Path(__file__).with_name("mutants") / "results.json"
-DEAR = 0.15
+DEAR = 0.1
 # what even the only case of a function may take
 DEAREST = 0.5
 

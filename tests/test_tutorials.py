@@ -84,5 +84,5 @@ def test_all_pages_have_commands() -> None:
     }
     assert (
         pages_with_commands == {page.stem for page in PAGES} - {"README"}
-        and len(pages_with_commands) == 7
+        and len(pages_with_commands) == 4
     )
