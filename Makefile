@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := $(shell $(PYTHON) -c 'import sys; print("constraints/%s.txt" % {(3, 8): "py38-torch2.0.1", (3, 9): "py39-torch2.8", (3, 10): "py310-torch2.13"}.get(sys.version_info[:2], "py311-torch2.13"))')
 PIP := $(BIN)/python -m pip --disable-pip-version-check --retries 5 --timeout 60
 
-# A container may forbid bytecode: each process would compile the package anew, and each of pytest's all tests.
+# Containers often forbid Python's bytecode: then every process compiles the package again, and pytest every test.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install train test test-slow test-all test-gpu test-ipu-floor lint hostile simulate kills oracle wheel site browser chromium bench equality sweep documented reproduce reproduce-full clean

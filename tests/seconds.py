@@ -4,8 +4,8 @@
 
 writes tests/dear_cases.txt; if files are named, their cases alone are written anew. A case is dear if it takes more than
 0.1 seconds of processor time, its processes counted; of each function the cheapest case stays, unless it takes more
-than half a second. A case that found a fault of tests/mutants stays always.
-tests/conftest.py marks the listed cases slow. A case that was renamed runs again with the others.
+than half a second. A case that found a fault of tests/mutants stays always. tests/conftest.py marks the listed cases
+slow. A case that was renamed runs again with the others.
 """
 
 from __future__ import annotations

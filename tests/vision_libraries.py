@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 if importlib.util.find_spec("timm") is None:
-    raise ImportError("timm is not installed")
+    # the kind that `pytest.importorskip` skips
+    raise ModuleNotFoundError("timm is not installed")
 ASIDE = Path(sys.prefix) / "torchvision_aside"  # as in tools/check_torchvision.py
 _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")  # must live as long as its definitions
 
