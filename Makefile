@@ -41,14 +41,15 @@ train: install
 # Two tests run at a time. JOBS=1 runs one after another.
 JOBS ?= 2
 
-# `test` leaves out the tests marked slow (CONTRIBUTING.md), `test-slow` runs these alone, `test-all` both.
+# `test` leaves out the tests marked slow (CONTRIBUTING.md). `test-slow` runs these alone, without those that are marked nightly, too.
+# `test-all` runs all.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test: install
 	$(PYTEST)
 
 test-slow: install
-	$(PYTEST) -m 'slow and not browser' --durations 20
+	$(PYTEST) -m 'slow and not nightly and not browser' --durations 20
 
 test-all: install
 	$(PYTEST) -m 'not browser'

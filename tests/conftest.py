@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.seconds import read_dear_cases
+from tests.seconds import read_dear_cases, read_nightly_cases
 
 torch.set_num_threads(1)
 settings.register_profile("ipu_pipe", deadline=None, derandomize=True, database=None)
@@ -22,11 +22,13 @@ settings.load_profile("ipu_pipe")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: List[pytest.Item]) -> None:
-    """Mark the dear cases slow, and skip tests marked `gpu` on a machine without a GPU."""
-    dear_cases = read_dear_cases()
+    """Mark the dear and the nightly cases, and skip tests marked `gpu` on a machine without a GPU."""
+    dear_cases, nightly_cases = read_dear_cases(), read_nightly_cases()
     for item in items:
         if item.nodeid in dear_cases:
             item.add_marker(pytest.mark.slow)
+        if item.nodeid in nightly_cases:
+            item.add_marker(pytest.mark.nightly)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

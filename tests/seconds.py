@@ -1,11 +1,17 @@
-"""Measure the processor time of each test, and list the dear cases that `make test` leaves out.
+"""Measure the processor time of each test, and list those that run less often.
 
     python -m pytest -n 2 -m 'not browser' -p tests.seconds
 
-writes tests/dear_cases.txt; if files are named, their cases alone are written anew. A case is dear if it takes more than
-0.1 seconds of processor time, its processes counted; of each function the cheapest case stays, unless it takes more
-than half a second. A case that found a fault of tests/mutants stays always. tests/conftest.py marks the listed cases
-slow. A case that was renamed runs again with the others.
+writes two lists, which tests/conftest.py reads; if files are named, only their cases are written anew.
+
+- tests/dear_cases.txt, marked slow: `make test` leaves them out. A case is dear if it takes more than 0.1 seconds of
+  processor time, its processes counted; of each function the cheapest case stays, unless it takes more than half a
+  second. A case that found a fault of tests/mutants stays always.
+- tests/nightly_cases.txt, marked nightly: `make test-slow` leaves them out. These are the slow cases that take more than
+  one second beside a cheaper one of their function, and all of more than twelve seconds. Of the functions of COMMON the
+  cheapest case stays.
+
+A case that was renamed runs again with the others.
 """
 
 from __future__ import annotations
@@ -16,23 +22,45 @@ import json
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import Dict, FrozenSet, Iterator, List
+from typing import Dict, FrozenSet, Iterator, List, Mapping, Set
 
 import pytest
 
 FILE = Path(__file__).with_name("dear_cases.txt")
+NIGHTLY_FILE = Path(__file__).with_name("nightly_cases.txt")
 FAULTS = Path(__file__).with_name("mutants") / "results.json"
 DEAR = 0.1
 # what even the only case of a function may take
 DEAREST = 0.5
+NIGHTLY = 1.0
+NIGHTLIEST = 12.0
+# no quicker test does what these do
+COMMON = (
+    "tests/test_first_hour.py::test_readmes_commands_work_in_an_empty_home",
+    "tests/test_mesh.py::test_a_mesh_gives_the_emulators_weights",
+    "tests/test_processes.py::test_two_nodes_give_the_emulators_weights_and_all_outputs",
+    "tests/test_seam.py::test_walks_on_two_ranks_have_the_weights_of_the_literal_replay",
+)
 
 _seconds: Dict[str, float] = {}
+# the cases that are marked slow where they stand
+_marked: Set[str] = set()
 
 
 @functools.lru_cache(maxsize=None)
+def read_cases(file: Path) -> FrozenSet[str]:
+    """Return the node ids in a list of cases."""
+    return frozenset(file.read_text(encoding="utf-8").splitlines() if file.exists() else [])
+
+
 def read_dear_cases() -> FrozenSet[str]:
     """Return the node ids of the dear cases."""
-    return frozenset(FILE.read_text(encoding="utf-8").splitlines() if FILE.exists() else [])
+    return read_cases(FILE)
+
+
+def read_nightly_cases() -> FrozenSet[str]:
+    """Return the node ids of the nightly cases."""
+    return read_cases(NIGHTLY_FILE)
 
 
 def _read_processor_seconds() -> float:
@@ -61,9 +89,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     report = (yield).get_result()
     if call.when == "setup":
         item.stash[_BEGIN] = _read_processor_seconds()
-    elif call.when == "teardown" and not _is_slow_by_itself(item):
+    elif call.when == "teardown":
         seconds = _read_processor_seconds() - item.stash[_BEGIN]
         report.user_properties.append(("processor_seconds", seconds))
+        report.user_properties.append(("is_marked_slow", _is_slow_by_itself(item)))
 
 
 _BEGIN = pytest.StashKey[float]()
@@ -79,6 +108,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     for name, value in report.user_properties:
         if name == "processor_seconds":
             _seconds[report.nodeid] = value
+        elif name == "is_marked_slow" and value:
+            _marked.add(report.nodeid)
 
 
 def read_kept_cases() -> FrozenSet[str]:
@@ -87,27 +118,54 @@ def read_kept_cases() -> FrozenSet[str]:
     return frozenset(result["killed_by"] for result in results.values())
 
 
-def choose_dear_cases(seconds: Dict[str, float], kept: FrozenSet[str]) -> List[str]:
-    """Return the cases, by their seconds, that are dear, without those that are `kept`."""
+def _sort_by_function(seconds: Mapping[str, float]) -> List[List[str]]:
+    """Return the cases of each function, the cheapest first."""
     by_function: Dict[str, List[str]] = defaultdict(list)
     for case in sorted(seconds, key=lambda case: (seconds[case], case)):
         by_function[case.partition("[")[0]].append(case)
-    return sorted(
+    return list(by_function.values())
+
+
+def choose_dear_cases(seconds: Mapping[str, float], kept: FrozenSet[str]) -> FrozenSet[str]:
+    """Return the cases, by their seconds, that are dear, without those that are `kept`."""
+    return frozenset(
         case
-        for cases in by_function.values()
+        for cases in _sort_by_function(seconds)
         for number, case in enumerate(cases)
         if case not in kept and seconds[case] > (DEAR if number else DEAREST)
     )
 
 
+def choose_nightly_cases(seconds: Mapping[str, float]) -> FrozenSet[str]:
+    """Return the cases, by the seconds of all slow ones, that only `make test-all` runs."""
+    return frozenset(
+        case
+        for cases in _sort_by_function(seconds)
+        for number, case in enumerate(cases)
+        if seconds[case] > (NIGHTLY if number else NIGHTLIEST)
+        and (number or not case.startswith(COMMON))
+    )
+
+
+def _write_cases(file: Path, cases: FrozenSet[str]) -> None:
+    """Write a list of cases. Those of files that were not measured stay in it."""
+    measured = {case.partition("::")[0] for case in _seconds}
+    others = {case for case in read_cases(file) if case.partition("::")[0] not in measured}
+    file.write_text("\n".join(sorted(cases | others)) + "\n", encoding="utf-8")
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the list, in the process that has started the workers."""
-    if not hasattr(session.config, "workerinput") and _seconds:
-        files = {case.partition("::")[0] for case in _seconds}
-        elsewhere = {case for case in read_dear_cases() if case.partition("::")[0] not in files}
-        dear_cases = choose_dear_cases(_seconds, read_kept_cases())
-        FILE.write_text("\n".join(sorted({*dear_cases, *elsewhere})) + "\n", encoding="utf-8")
-        left = sum(_seconds.values()) - sum(map(_seconds.__getitem__, dear_cases))
-        print(
-            f"\n{len(dear_cases)} of {len(_seconds)} cases are dear; the others take {left:.0f} s"
-        )
+    """Write the lists, in the process that has started the workers."""
+    if hasattr(session.config, "workerinput") or not _seconds:
+        return
+    unmarked = {case: _seconds[case] for case in _seconds.keys() - _marked}
+    dear = choose_dear_cases(unmarked, read_kept_cases())
+    nightly = choose_nightly_cases({case: _seconds[case] for case in dear | _marked})
+    _write_cases(FILE, dear)
+    _write_cases(NIGHTLY_FILE, nightly)
+    for name, cases in {
+        "quick": unmarked.keys() - dear,
+        "slow": (dear | _marked) - nightly,
+        "nightly": nightly,
+    }.items():
+        print(f"\n{name}: {len(cases)} cases, {sum(map(_seconds.__getitem__, cases)):.0f} s")

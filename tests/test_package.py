@@ -208,15 +208,17 @@ def test_ci_runs_as_on_a_machine_that_was_never_used(tmp_path: Path) -> None:
 
 
 def test_every_test_is_run_by_make_test_or_by_make_test_slow() -> None:
-    """Each test runs in exactly one of `make test` and `make test-slow`, and CI runs both."""
+    """Each test that is not nightly runs in exactly one of `make test` and `make test-slow`, and CI runs both."""
     texts = {name: (ROOT / name).read_text() for name in ("Makefile", "pyproject.toml", ".ci/run")}
     (default,) = re.findall(r"^addopts = .* -m '([^']*)'", texts["pyproject.toml"], re.MULTILINE)
     pattern = r"^(test[-a-z]*): install\n\t\$\(PYTEST\)(?: -m '([^']*)')?(?: --durations \d+)?$"
     chosen = dict(re.findall(pattern, texts["Makefile"], re.MULTILINE))
     assert chosen.keys() == {"test", "test-slow", "test-all"}
-    for slow, browser in itertools.product((False, True), repeat=2):
-        marks = {"slow": slow, "browser": browser}
+    for slow, nightly, browser in itertools.product((False, True), repeat=3):
+        # what is nightly is slow, too
+        marks = {"slow": slow or nightly, "nightly": nightly, "browser": browser}
         runs = {target: eval(marked or default, {}, marks) for target, marked in chosen.items()}
-        assert runs["test"] + runs["test-slow"] == runs["test-all"] == (not browser)
+        assert runs["test-all"] == (not browser)
+        assert runs["test"] + runs["test-slow"] == (not browser and not nightly)
     in_ci = re.findall(r"^ *make (test[-a-z]*)", texts[".ci/run"], re.MULTILINE)
     assert in_ci == ["test", "test-slow"]
