@@ -9,11 +9,11 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any, List, Optional, Tuple
+from typing import List, Optional
 
 from safetensors.torch import load_file
 
-from tests.hostile.cases import Bases, Case, damage_file, draw_value
+from tests.hostile.cases import Bases, Case, change_value, damage_file
 
 LAST = "checkpoints/step-6"
 
@@ -44,63 +44,37 @@ def make_resume_case(folder: Path, bases: Bases, mutation: str) -> Case:
     return Case("train", argv, mutation, lambda output: find_difference(bases.end, folder / "run"))
 
 
-def list_places(content: Any, above: Tuple[Any, ...] = ()) -> List[Tuple[Any, ...]]:
-    items: Any = content.items() if isinstance(content, dict) else ()
-    if isinstance(content, list):
-        items = enumerate(content)
-    places = []
-    for key, item in items:
-        places += [(*above, key), *list_places(item, (*above, key))]
-    return places
-
-
 def list_checkpoints(run: Path) -> List[Path]:
     """Return the checkpoints of a run, the newest last."""
     folders = (run / "checkpoints").glob("step-*")
     return sorted(folders, key=lambda path: int(path.name.split("-")[1]))
 
 
-def _change_json(path: Path, rng: random.Random) -> str:
-    """Change, remove or add one value in a JSON file."""
-    content = json.loads(path.read_text())
-    place = rng.choice(list_places(content))
-    section = content
-    for key in place[:-1]:
-        section = section[key]
-    old = section[place[-1]]
-    how = rng.random()
-    if how < 0.2:
-        del section[place[-1]]
-    elif how < 0.5 and isinstance(old, (int, float)) and not isinstance(old, bool):
-        section[place[-1]] = old + rng.choice([1, -1, 0.5, 1e300])
-    elif how < 0.6 and isinstance(section, dict):
-        section["more"] = draw_value(rng)
-    else:
-        section[place[-1]] = draw_value(rng)
+def _damage_json(path: Path, rng: random.Random) -> str:
+    """Change one value in a JSON file, or damage it again."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        return damage_file(path, rng)
+    place = change_value(content, rng)
     path.write_text(json.dumps(content))
-    return f"{path.name}: {'.'.join(map(str, place))} changed"
+    return f"{path.name}: {place} changed"
 
 
 def make_checkpoint_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Make a case that resumes or evaluates a damaged checkpoint."""
+    """Make a case that resumes, evaluates or predicts with a damaged checkpoint."""
     shutil.copytree(bases.run, folder / "run")
-    checkpoints = list_checkpoints(folder / "run")
-    newest = checkpoints[-1]
-    files = sorted(path for path in newest.iterdir() if path.is_file())
+    *earlier, newest = list_checkpoints(folder / "run")
     mutations = []
     for _ in range(rng.choice([1, 1, 1, 2])):
-        here = [path for path in files if path.is_file() and not path.is_symlink()]
-        if not here:
+        files = sorted(p for p in newest.iterdir() if p.is_file() and not p.is_symlink())
+        if not files:
             break
-        file = rng.choice(here)
-        how = rng.random()
+        file, how = rng.choice(files), rng.random()
         if how < 0.5 and file.suffix == ".json":
-            try:
-                mutations.append(_change_json(file, rng))
-            except ValueError:  # damaged already
-                mutations.append(damage_file(file, rng))
+            mutations.append(_damage_json(file, rng))
         elif how < 0.6:
-            other = rng.choice([*checkpoints[:-1], bases.end / LAST]) / file.name
+            other = rng.choice([*earlier, bases.end / LAST]) / file.name
             shutil.copyfile(other, file)
             mutations.append(f"{file.name} of {other.parent.name}")
         elif how < 0.65:
@@ -110,16 +84,17 @@ def make_checkpoint_case(rng: random.Random, folder: Path, bases: Bases) -> Case
             break
         else:
             mutations.append(damage_file(file, rng))
-    mutation = ", ".join(mutations)
-    if rng.random() < 0.25:
-        known = json.loads((bases.end / "evaluated.json").read_text())
-        keys = ("test_loss", "test_accuracy")
+    mutation, use = ", ".join(mutations), rng.random()
+    if use < 0.65:
+        return make_resume_case(folder, bases, mutation)
+    if use < 0.75:
+        return Case("predict", [rng.choice(["run", f"run/checkpoints/{newest.name}"])], mutation)
+    known = json.loads((bases.end / "evaluated.json").read_text())
 
-        def find_evaluation_difference(text: str) -> Optional[str]:
-            figures = json.loads(text)
-            is_same = all(figures[key] == known[key] for key in keys)
-            return None if is_same else f"evaluated as {figures}, was {known}"
+    def find_evaluation_difference(text: str) -> Optional[str]:
+        figures = json.loads(text)
+        is_same = all(figures[key] == known[key] for key in ("test_loss", "test_accuracy"))
+        return None if is_same else f"evaluated as {figures}, was {known}"
 
-        argv = ["run/config.yaml", "--evaluate", f"run/checkpoints/{newest.name}"]
-        return Case("train", argv, mutation, find_evaluation_difference)
-    return make_resume_case(folder, bases, mutation)
+    argv = ["run/config.yaml", "--evaluate", f"run/checkpoints/{newest.name}"]
+    return Case("train", argv, mutation, find_evaluation_difference)

@@ -26,7 +26,7 @@ def _draw_override(rng: random.Random) -> str:
     how = rng.random()
     if how < 0.1:
         return draw_word(rng)
-    key = ".".join(rng.choice(HARMLESS))
+    key = rng.choice(HARMLESS)
     if how < 0.2:
         odd = [
             "a." * 3000 + "a",

@@ -9,28 +9,20 @@ from typing import Any, Dict, List, Tuple
 
 import yaml
 
-from ipu_pipe.config.schema import Config, import_outer
 from ipu_pipe.schedule.methods import METHODS
 from tests.hostile.cases import BASE, Bases, Case, damage_bytes, draw_value
+from tools.write_keys import collect_sections
 
-
-def _list_keys(model: Any, above: Tuple[str, ...] = ()) -> List[Tuple[str, ...]]:
-    paths: List[Tuple[str, ...]] = []
-    for name, field in model.model_fields.items():
-        paths.append((*above, name))
-        outer = (import_outer("ipu"),) if name == "ipu" else ()
-        for part in (*outer, field.annotation, *getattr(field.annotation, "__args__", ())):
-            if hasattr(part, "model_fields"):
-                paths += _list_keys(part, (*above, name))
-    return paths
-
-
-KEYS = [*_list_keys(Config), *(("model", "args", name) for name in BASE["model"]["args"])]
+KEYS = [
+    f"{place}.{key}".lstrip(".")
+    for section, places in collect_sections().items()
+    for place in places
+    for key in section.model_fields
+]
 # only keys that do not name code get any text: a named function may do anything
 HARMLESS = [
-    key
-    for key in KEYS
-    if key not in (("model", "entry"), ("loss",), ("data", "name"), ("method_args", "head"))
+    *(key for key in KEYS if key not in ("model.entry", "loss", "data.name", "method_args.head")),
+    *(f"model.args.{name}" for name in BASE["model"]["args"]),
 ]
 LOADED = [
     "digits",
@@ -60,13 +52,15 @@ SNIPPETS = [
 ]  # fmt: skip
 
 
-def _set_key(config: Dict[str, Any], key: Tuple[str, ...], new: Any) -> None:
+def set_key(config: Dict[str, Any], key: str, new: Any) -> None:
+    """Set `a.b.c` of a config, with sections where it has none."""
+    *above, name = key.split(".")
     section = config
-    for name in key[:-1]:
-        if not isinstance(section.get(name), dict):
-            section[name] = {}
-        section = section[name]
-    section[key[-1]] = new
+    for part in above:
+        if not isinstance(section.get(part), dict):
+            section[part] = {}
+        section = section[part]
+    section[name] = new
 
 
 def change_config(rng: random.Random) -> Tuple[Dict[Any, Any], List[str]]:
@@ -77,19 +71,18 @@ def change_config(rng: random.Random) -> Tuple[Dict[Any, Any], List[str]]:
     mutations = []
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         kind = rng.random()
+        key = rng.choice(HARMLESS)
         if kind < 0.6:
-            key = rng.choice(HARMLESS)
-            _set_key(config, key, draw_value(rng))
-            mutations.append(".".join(key))
+            set_key(config, key, draw_value(rng))
+            mutations.append(key)
         elif kind < 0.7:
             root = ["", ".", "/", "gone", "a" * 300]
             config["data"] = {"name": rng.choice(LOADED), "root": rng.choice(root)}
             mutations.append("data")
         elif kind < 0.8:
-            key = rng.choice(HARMLESS)
-            name = rng.choice(["", "x", key[-1] + "s", "ß", "a" * 3000, "a.b"])
-            _set_key(config, (*key[:-1], name), draw_value(rng))
-            mutations.append(f"an unknown key in {'.'.join(key[:-1]) or 'the config'}")
+            name = rng.choice(["", "x", f"{key}s", "ß", "a" * 3000, f"{key}.a.b"])
+            set_key(config, name, draw_value(rng))
+            mutations.append("an unknown key")
         elif kind < 0.9:
             name = rng.choice(list(config))
             del config[name]

@@ -25,15 +25,6 @@ class Unprintable(Exception):
     __repr__ = __str__
 
 
-class UnprintableBase(BaseException):
-    """A BaseException whose text cannot be formatted."""
-
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-    __repr__ = __str__
-
-
 class NotText(RuntimeError):
     """An exception whose `str` is not a text."""
 
@@ -48,17 +39,36 @@ class Loop(Exception):
         self.__cause__ = self
 
 
-def raise_error(error: BaseException) -> Any:
-    """Raise `error`."""
-    raise error
+# how -> the exception that is raised
+RAISING: Dict[str, Callable[[], BaseException]] = {
+    "unprintable": Unprintable, "not text": NotText, "own cause": Loop, "cancelled": asyncio.CancelledError,
+    "generator exit": GeneratorExit, "base": lambda: BaseException("base"), "exit": SystemExit,
+    "exit 0": lambda: SystemExit(0), "exit 3": lambda: SystemExit(3), "exit text": lambda: SystemExit("over"),
+    "exit object": lambda: SystemExit(Unprintable()), "exit true": lambda: SystemExit(True),
+    "stop iteration": lambda: StopIteration(3), "memory": MemoryError, "recursion": lambda: _recurse(),
+    "assertion": AssertionError, "os": OSError, "broken pipe": lambda: BrokenPipeError(32, "Broken pipe"),
+    "not implemented": NotImplementedError,
+    "lines": lambda: RuntimeError("\x1b[31mred\nmore\u2028lines\ud800"), "empty": lambda: ValueError("\n \n"),
+    "long": lambda: ValueError("a" * 100_000), "bad input": lambda: ipu_pipe.BadInput("own: fault"),
+}  # fmt: skip
+# how -> what is returned instead of the result
+RETURNED: Dict[str, Callable[[], Any]] = {
+    "stdout": lambda: sys.stdout.close(), "stderr": lambda: sys.stderr.close(), "deep": lambda: _nest(2000),
+    "none": lambda: None, "tuple": lambda: (torch.zeros(()), 1), "number": lambda: 3, "text": lambda: "text",
+    "nan": lambda: float("nan"), "dict": lambda: {3: {1, 2}}, "object": object, "tensor": lambda: torch.zeros(3),
+}  # fmt: skip
+HOW = [*RAISING, *RETURNED]
 
 
-def _close_stream(stream: Any) -> None:
-    stream.close()
+def misbehave(how: str) -> Any:
+    """Raise or return something odd."""
+    if how in RAISING:
+        raise RAISING[how]()
+    return RETURNED[how]()
 
 
-def _recurse(depth: int = 0) -> int:
-    return _recurse(depth + 1) + 1
+def _recurse() -> Any:
+    return _recurse() + 1
 
 
 def _nest(depth: int) -> Any:
@@ -66,48 +76,6 @@ def _nest(depth: int) -> Any:
     for _ in range(depth):
         nest = [nest]
     return nest
-
-
-HOW: Dict[str, Callable[[], Any]] = {
-    "unprintable": lambda: raise_error(Unprintable()),
-    "unprintable base": lambda: raise_error(UnprintableBase()),
-    "not text": lambda: raise_error(NotText()),
-    "own cause": lambda: raise_error(Loop()),
-    "cancelled": lambda: raise_error(asyncio.CancelledError()),
-    "generator exit": lambda: raise_error(GeneratorExit()),
-    "base": lambda: raise_error(BaseException("base")),
-    "exit": lambda: raise_error(SystemExit()),
-    "exit 0": lambda: sys.exit(0),
-    "exit 3": lambda: sys.exit(3),
-    "exit text": lambda: sys.exit("over"),
-    "exit object": lambda: raise_error(SystemExit(Unprintable())),
-    "exit true": lambda: raise_error(SystemExit(True)),
-    "stop iteration": lambda: raise_error(StopIteration(3)),
-    "memory": lambda: raise_error(MemoryError()),
-    "recursion": _recurse,
-    "assertion": lambda: raise_error(AssertionError()),
-    "os": lambda: raise_error(OSError()),
-    "broken pipe": lambda: raise_error(BrokenPipeError(32, "Broken pipe")),
-    "not implemented": lambda: raise_error(NotImplementedError()),
-    "lines": lambda: raise_error(RuntimeError("\x1b[31mred\nmore\u2028lines\ud800")),
-    "empty": lambda: raise_error(ValueError("\n \n")),
-    "long": lambda: raise_error(ValueError("a" * 100_000)),
-    "bad input": lambda: raise_error(ipu_pipe.BadInput("own: fault")),
-    "stdout": lambda: _close_stream(sys.stdout),
-    "stderr": lambda: _close_stream(sys.stderr),
-    "deep": lambda: _nest(2000),
-    "none": lambda: None,
-    "tuple": lambda: (torch.zeros(()), 1),
-    "number": lambda: 3,
-    "text": lambda: "text",
-    "nan": lambda: float("nan"),
-    "dict": lambda: {3: {1, 2}},
-    "object": lambda: object(),
-    "tensor": lambda: torch.zeros(3),
-}  # fmt: skip
-
-
-RAISING = list(HOW)[: list(HOW).index("stdout")]
 
 
 def take_no_argument() -> None:
@@ -124,7 +92,9 @@ class _LateFault:
         self._after -= 1
         if self._after >= 0:
             return self._real(*args, **kwargs)
-        return take_no_argument(*args, **kwargs) if self._how == "signature" else HOW[self._how]()
+        return (
+            take_no_argument(*args, **kwargs) if self._how == "signature" else misbehave(self._how)
+        )
 
 
 def make_callback(where: str, how: str, after: int = 0) -> ipu_pipe.Callback:
@@ -207,11 +177,6 @@ class Optimizer(torch.optim.SGD):
             _LateFault(CHOSEN[1], 0, int)()
         super().__init__(params, lr=lr)
         self.step = _wrap("step", super().step)  # type: ignore[method-assign]
-        self._plain = _wrap("optimizer state", dict)
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-        return super().state_dict()
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
@@ -225,7 +190,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     elif where == "renames":
         optimizer.param_groups[0].pop("lr")
     elif where == "rate":
-        optimizer.param_groups[0]["lr"] = HOW[how]()
+        optimizer.param_groups[0]["lr"] = misbehave(how)
     elif where == "scheduler":
         return _LateFault(how, 0, int)()
     real.step = _wrap("scheduler step", real.step)  # type: ignore[method-assign]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from pathlib import Path
 
-from tests.hostile.cases import Bases, Case, damage_file
+from tests.hostile.cases import PUT, Bases, Case, damage_file, replace_file
 from tests.hostile.checkpoints import make_resume_case
 
 LEFT = [
@@ -35,22 +34,13 @@ def make_folder_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
         elif how < 0.8:
             left = run / rng.choice(LEFT)
             if not left.exists() and left.parent.is_dir():
-                kind = rng.choice(["folder", "file", "pipe"])
-                if kind == "pipe":
-                    os.mkfifo(left)
-                else:
-                    left.mkdir() if kind == "folder" else left.touch()
+                PUT[rng.choice(["folder", "empty", "pipe"])](left)
             mutations.append(f"{left.name} left over")
         else:
             old = run / "checkpoints"
             if old.is_dir() and not old.is_symlink():
-                how_else = rng.choice(["gone", "file", "link"])
                 shutil.move(str(old), str(folder / "moved"))
-                if how_else == "file":
-                    old.write_text("x")
-                elif how_else == "link":
-                    old.symlink_to("nowhere")
-                mutations.append(f"checkpoints: {how_else}")
+                mutations.append(replace_file(old, rng.choice(["nothing", "empty", "dead link"])))
     mutation = ", ".join(mutations)
     if rng.random() < 0.6:
         return make_resume_case(folder, bases, mutation)

@@ -7,10 +7,9 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Dict, List
 
-from tests.hostile.cases import NESTED, Bases, Case, draw_value
-from tests.hostile.checkpoints import list_places
+from tests.hostile.cases import NESTED, Bases, Case, change_value
 
 ZEROS = "0" * 64
 OUTSIDE = [
@@ -34,44 +33,23 @@ def write_sealed(path: Path, manifest: Dict[str, Any]) -> None:
     path.write_text(text.replace(ZEROS, hashlib.sha256(text.encode()).hexdigest(), 1))
 
 
-def _change_files(manifest: Dict[str, Any], rng: random.Random) -> str:
-    how = rng.choice(["odd", "outside", "hash"])
-    if how == "odd":
-        manifest["files"] = rng.choice(ODD)
-    elif how == "outside":
-        manifest["files"][rng.choice(OUTSIDE)] = rng.choice(list(manifest["files"].values()))
-    else:
-        manifest["files"][rng.choice(list(manifest["files"]))] = rng.choice(ODD)
-    return f"files: {how}"
-
-
-def _change_section(manifest: Dict[str, Any], rng: random.Random) -> str:
-    key = rng.choice("optimizer position callbacks keys updates step schema files".split())
-    manifest[key] = rng.choice([rng.choice(ODD), draw_value(rng)])
-    return key
-
-
-def _change_inside(manifest: Dict[str, Any], rng: random.Random) -> str:
-    place = rng.choice(list_places(manifest))
-    section: Any = manifest
-    for key in place[:-1]:
-        section = section[key]
-    section[place[-1]] = rng.choice([rng.choice(ODD), draw_value(rng)])
-    return ".".join(map(str, place))
-
-
-def _change_initial(manifest: Dict[str, Any], rng: random.Random) -> str:
-    name = rng.choice(["initial", "initial.1", "plateau", "best_step", "more", "best_value"])
-    if name == "initial.1":
-        manifest["position"]["initial"][1] = rng.choice(ODD)
-    else:
+def _change_manifest(manifest: Dict[str, Any], rng: random.Random) -> str:
+    """Change the list of files, the position or any value. Return a description."""
+    files, how = manifest["files"], rng.random()
+    if how < 0.15:
+        files[rng.choice(OUTSIDE)] = rng.choice([*files.values()])
+    elif how < 0.3:
+        files[rng.choice([*files])] = rng.choice(ODD)
+    elif how < 0.45:
+        name = rng.choice(["initial", "plateau", "best_step", "more", "best_value"])
         manifest["position"][name] = rng.choice(ODD)
-    return f"position.{name}"
+    elif how < 0.6:
+        manifest[rng.choice([*manifest])] = rng.choice(ODD)
+    else:
+        return change_value(manifest, rng)
+    return "files, position or a section"
 
 
-CHANGES: List[Callable[[Dict[str, Any], random.Random], str]] = [
-    _change_files, _change_section, _change_section, _change_inside, _change_inside, _change_initial,
-]  # fmt: skip
 LINES = [
     "train run/config.yaml --out run --resume", "train run/config.yaml --out run --resume",
     "train run/config.yaml --out run --resume --dry-run", "train run/config.yaml --evaluate run",
@@ -84,7 +62,7 @@ def make_manifest_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     shutil.copytree(bases.run, folder / "run")
     newest = folder / "run" / "checkpoints" / "step-4"
     manifest = json.loads((newest / "manifest.json").read_text())
-    mutation = rng.choice(CHANGES)(manifest, rng)
+    mutation = _change_manifest(manifest, rng)
     write_sealed(newest / "manifest.json", manifest)
     tool, *argv = rng.choice(LINES).split()
     return Case(tool, argv, mutation)

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
@@ -42,7 +43,6 @@ KINDS: Dict[str, CaseMaker] = {
     "folders": folders.make_folder_case,
     "data_files": data_files.make_data_file_case,
     "traces": traces.make_trace_case,
-    "plans": commands.make_plan_case,
     "commands": commands.make_command_case,
     "weights": weights.make_weights_case,
     "manifests": manifests.make_manifest_case,
@@ -52,8 +52,8 @@ KINDS: Dict[str, CaseMaker] = {
 # the order of the kinds: the most cases for those with the most variants
 TURN = (
     *("configs", "command_lines", "checkpoints", "traces", "commands"),
-    *("configs", "plans", "folders", "traces", "commands"),
-    *("configs", "command_lines", "checkpoints", "data_files", "plans"),
+    *("configs", "commands", "folders", "traces", "commands"),
+    *("configs", "command_lines", "checkpoints", "data_files", "commands"),
     *("weights", "manifests", "named_files", "user_code", "user_code"),
 )
 TOOLS = (
@@ -188,8 +188,6 @@ def _run_in_child(case: Case, folder: Path, out: Path) -> NoReturn:
 def _find_main(tool: str) -> Callable[[], None]:
     if tool == "predict":
         return commands.predict_run
-    if tool == "call":
-        return named_files.call_with_odd_path
     module = f"ipu_pipe.cli.{tool}" if tool in TOOLS else f"tools.{tool}"
     main: Callable[[], None] = importlib.import_module(module).main
     return main
@@ -286,16 +284,6 @@ def run_cases(
 
 
 def format_results(results: Sequence[Result]) -> str:
-    """Format a table of how the cases ended, with a row for each kind."""
-    names = "traceback,hang,exit code,no line,our line,differs,warning,not printable"
-    columns: List[Tuple[str, Callable[[Result], bool]]] = [("cases", lambda r: True)]
-    columns += [(f"exit {code}", lambda r, code=code: r.code == code) for code in (0, 1, 2)]  # type: ignore[misc]
-    columns += [(bad, lambda r, bad=bad: r.bad.startswith(bad)) for bad in names.split(",")]  # type: ignore[misc]
-    lines = [f"{'kind':<14}" + "".join(f"{name:>11}" for name, _ in columns)]
-    for kind in [*KINDS, "all"]:
-        chosen = [r for r in results if kind in (r.kind, "all")]
-        lines.append(f"{kind:<14}" + "".join(f"{sum(map(of, chosen)):>11}" for _, of in columns))
-    return "\n".join(lines)
-
-
-__all__ = ["KINDS", "format_results", "import_everything", "list_cases", "run_cases"]
+    """Format how many cases of each kind ended how."""
+    ends = Counter((r.kind, r.bad.partition(":")[0] or f"exit code {r.code}") for r in results)
+    return "\n".join(f"{count:>6} {kind}: {end}" for (kind, end), count in sorted(ends.items()))

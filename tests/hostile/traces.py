@@ -8,16 +8,14 @@ import os
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 from tests.hostile.cases import (
     FLOATS,
-    HUGE,
     Bases,
     Case,
+    change_value,
     damage_bytes,
     damage_file,
-    draw_value,
     make_odd_output,
 )
 
@@ -44,15 +42,7 @@ FOREIGN = [
 def _change_chrome(path: Path, rng: random.Random) -> str:
     """Change one value of a Chrome trace; the file stays valid JSON."""
     trace = json.loads(gzip.decompress(path.read_bytes()))
-    section: Any = rng.choice([trace, trace["otherData"], *rng.sample(trace["traceEvents"], 3)])
-    for _ in range(rng.choice([0, 0, 1, 2])):
-        items = section.values() if isinstance(section, dict) else section
-        inner = [item for item in items if isinstance(item, (dict, list))]
-        section = rng.choice(inner) if inner else section
-    keys = list(section) if isinstance(section, dict) else list(range(len(section)))
-    key = rng.choice(keys or [0])
-    if isinstance(section, dict) or section:
-        section[key] = rng.choice([rng.choice(HUGE), rng.choice(FLOATS), draw_value(rng)])
+    key = change_value(rng.choice([trace, trace["otherData"]]), rng)
     text = json.dumps(trace)
     path.write_bytes(gzip.compress(text.encode("utf-8", "surrogatepass"), 1))
     return f"{path.name}: {key} changed"

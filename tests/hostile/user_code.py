@@ -33,7 +33,7 @@ def make_user_code_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
         config["callbacks"] = [{"entry": f"{FAULTY}:make_callback", "args": args}]
     else:
         where = rng.choice(PLACES)
-        how = rng.choice(RAISING) if where in OF_MODULES else how
+        how = rng.choice([*RAISING]) if where in OF_MODULES else how
         args = {"where": where, "how": how, "after": after}
         config["model"] = {"entry": f"{FAULTY}:Model", "args": args}
         config.update(
