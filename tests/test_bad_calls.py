@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import traceback
 import warnings
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 import pytest
 import torch
@@ -17,71 +17,29 @@ from torch.nn.functional import cross_entropy
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault
+from tests.hostile.cases import FLOATS, HUGE, NESTED, TEXTS
 from tests.support.slow import mark_slow
 
 CASES = 400
 # of one test
 SHARE = 25
-NUMBERS: List[Any] = [
-    -1,
-    0,
-    1,
-    2,
-    3,
-    1.5,
-    float("nan"),
-    float("inf"),
-    1e308,
-    10**30,
-    -(10**30),
-    2**63,
-]
-TEXTS: List[Any] = [
-    "",
-    "x",
-    "\u202e\u0000\x1b[31m",
-    "a" * 100000,
-    b"x",
-    "cuda",
-    "meta",
-    "cuda:7",
-    "gpipe",
-]
-TEXTS += ["finest", "auto"]
 NESTS: List[Any] = [
-    [],
-    {},
-    (),
-    [None],
-    {"a": {}},
-    {1: 2},
-    [[[]]],
-    set(),
-    frozenset({1}),
-    ["3", "5"],
-]
-NESTS += [["3", "3"], ["nope"], [""], [1, 2], {"count": 2}, {"count": "x"}, {"names": ["3"]}]
+    (), [None], {1: 2}, [[[]]], set(), ["3", "5"], ["3", "3"], ["nope"], [1, 2], {"count": 2}, {"names": ["3"]},
+]  # fmt: skip
 OBJECTS: List[Any] = [
-    object(),
-    int,
-    len,
-    lambda *a: 1,
-    Exception("x"),
-    torch.device("meta"),
-    1 + 2j,
-]
-OBJECTS += [torch.tensor(1), torch.zeros(2), range(3), range(0), range(5, 2), range(10**18)]
-ODD = [None, True, False, *NUMBERS, *TEXTS, *NESTS, *OBJECTS]
+    object(), int, len, lambda *a: 1, Exception("x"), b"x", "cuda", torch.device("meta"), 1 + 2j, torch.tensor(1), torch.zeros(2),
+    range(3), range(5, 2), range(10**18),
+]  # fmt: skip
+ODD = [None, True, False, *HUGE, *FLOATS, *TEXTS, *NESTED, *NESTS, *OBJECTS]
 KEYS = """loss optimizer method loss_weight stages stages_per_device microbatches method_args warmup
 clip precision recompute replicas reduction seed heads backend device process_group deadline
 backend_args hardware allow_nonfinite trace example""".split()
 METHOD_ARGS = """t1 t2 stash warmup weight_prediction spike_compensation recompute hogwild
 delay_compensation local_steps replicas outer block_rates file delays nag error_feedback gap_aware
 split_backward anneal_updates head""".split()
+BACKEND_ARGS = "threads devices ipu program deadline name".split()
 # a pipeline of more microbatches would only take long
 MOST_SAMPLES = 4096
-
-Act = Callable[[ipu_pipe.Pipeline, Any, Any, Any, Any, random.Random], Any]
 
 
 def draw_arguments(r: random.Random) -> Dict[str, Any]:
@@ -89,91 +47,86 @@ def draw_arguments(r: random.Random) -> Dict[str, Any]:
     keys: Dict[str, Any] = {}
     for _ in range(r.choice([1, 1, 2])):
         key, value = r.choice(KEYS), r.choice(ODD)
-        inner = {
-            "method_args": lambda: {
-                r.choice(METHOD_ARGS): r.choice(
-                    [
-                        r.choice(ODD),
-                        {r.choice([*METHOD_ARGS, "decay", "form", "scale"]): r.choice(ODD)},
-                    ]
-                )
-            },
-            "backend_args": lambda: {
-                r.choice(["threads", "devices", "ipu", "program", "deadline", "name"]): r.choice(
-                    ODD
-                )
-            },
-            "clip": lambda: (r.choice(ODD), r.choice(["stage", "global", r.choice(ODD)])),
-            "heads": lambda: {r.choice(["lr", "momentum", "x"]): r.choice(ODD)},
+        deeper = {r.choice([*METHOD_ARGS, "decay", "form", "scale"]): r.choice(ODD)}
+        inside = {
+            "method_args": {r.choice(METHOD_ARGS): r.choice([value, deeper])},
+            "backend_args": {r.choice(BACKEND_ARGS): value},
+            "clip": (value, r.choice(["stage", "global", r.choice(ODD)])),
+            "heads": {r.choice(["lr", "momentum", "x"]): value},
         }
-        keys[key] = inner[key]() if key in inner and r.random() < 0.7 else value
+        keys[key] = inside[key] if key in inside and r.random() < 0.7 else value
     return keys
 
 
-def step_oddly(pipe: Any, x: Any, y: Any, v: Any, z: Any, r: random.Random) -> None:
-    xs = [x, v, {"x": x}, [x], x[:1], x.long(), x.double(), x.to_sparse(), x[:0], x.T]
-    ys = [y, z, y.float(), y[:1], y - 9, y + 99, -y, y.bool()]
-    pipe.step(r.choice([*xs, x.expand(2, *x.shape)]), r.choice(ys))
+class OddCaller:
+    """Make odd calls of a pipeline, with a batch and two odd values."""
+
+    def __init__(self, pipe: Any, samples: int, r: random.Random) -> None:
+        self.pipe, self.r = pipe, r
+        self.x, self.y = torch.randn(samples, 6), torch.randint(0, 4, (samples,))
+        self.draw()
+
+    def draw(self) -> None:
+        """Draw other odd values."""
+        self.v, self.z = self.r.choice(ODD), self.r.choice(ODD)
+
+    def step(self) -> None:
+        x, y = self.x, self.y
+        xs = [x, self.v, {"x": x}, [x], x[:1], x.long(), x.double(), x.to_sparse(), x[:0], x.T]
+        ys = [y, self.z, y.float(), y[:1], y - 9, y + 99, y.bool()]
+        self.pipe.step(self.r.choice([*xs, x.expand(2, *x.shape)]), self.r.choice(ys))
+
+    def step_by_microbatches(self) -> None:
+        v, good, count = self.v, (self.x, self.y), self.pipe.microbatches
+        pairs = [v, [v] * count, [(v, self.z)] * count, [good] * (count + 1), iter([good])]
+        self.pipe.step(microbatches=self.r.choice(pairs))
+
+    def evaluate(self) -> None:
+        v, good = self.v, (self.x, self.y)
+        name = v if isinstance(v, (str, int, float)) else "q"
+        metrics = [None, v, [v], {"a": v}, {name: "accuracy"}, ["accuracy"], [lambda o, y: self.z]]
+        batches = [v, [v], [(v, self.z)], [good], [(*good, 1)], []]
+        self.pipe.evaluate(self.r.choice(batches), self.r.choice(metrics))
+
+    def predict(self) -> None:
+        x = self.x
+        self.pipe.predict(self.r.choice([self.v, x, x[0], [x, x], {"input": x}, x[:0]]))
+
+    def hold(self) -> None:
+        with self.pipe.whole_model(everywhere=self.v):
+            pass
+
+    def save(self) -> None:
+        self.pipe.state_dict(drain=self.r.random() < 0.5, sharded=self.r.random() < 0.5)
+
+    def call_back(self) -> None:
+        self.pipe.on_update(self.v)
+        self.pipe.step(self.x, self.y)
+
+    def change_settings(self) -> None:
+        key = self.r.choice(["lr", "momentum", "weight_decay", "dampening", "zzz"])
+        for group in self.pipe.optimizer.param_groups:
+            group[key] = self.v
+        for _ in range(2):
+            self.pipe.step(self.x, self.y)
+
+    def change_groups(self) -> None:
+        optimizer = self.pipe.optimizer
+        changes = [
+            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
+            optimizer.param_groups.clear,
+            lambda: optimizer.param_groups.append({}),
+            optimizer.param_groups[0]["params"].pop,
+        ]
+        self.r.choice(changes)()
+        self.pipe.step(self.x, self.y)
+
+    def trace(self) -> None:
+        self.pipe.trace()
 
 
-def step_by_microbatches(pipe: Any, x: Any, y: Any, v: Any, z: Any, r: random.Random) -> None:
-    count = pipe.microbatches
-    pairs = [v, [v] * count, [(v, z)] * count, [(x, y)] * (count + 1), iter([(x, y)])]
-    pipe.step(microbatches=r.choice(pairs))
-
-
-def evaluate_oddly(pipe: Any, x: Any, y: Any, v: Any, z: Any, r: random.Random) -> None:
-    name = v if isinstance(v, (str, int, float)) else "q"
-    metrics = [None, v, [v], {"a": v}, {name: "accuracy"}, ["accuracy"], [lambda o, y: z]]
-    pipe.evaluate(r.choice([v, [v], [(v, z)], [(x, y)], [(x, y, 1)], []]), r.choice(metrics))
-
-
-def predict_oddly(pipe: Any, x: Any, y: Any, v: Any, z: Any, r: random.Random) -> None:
-    pipe.predict(r.choice([v, x, x[0], [x, x], {"input": x}, x[:0]]))
-
-
-def hold_oddly(pipe: Any, x: Any, y: Any, v: Any, z: Any, r: random.Random) -> None:
-    with pipe.whole_model(everywhere=v):
-        pass
-
-
-def save_oddly(pipe: Any, x: Any, y: Any, v: Any, z: Any, r: random.Random) -> None:
-    pipe.state_dict(drain=r.random() < 0.5, sharded=r.random() < 0.5)
-
-
-def call_back_oddly(pipe: Any, x: Any, y: Any, v: Any, z: Any, r: random.Random) -> None:
-    pipe.on_update(v)
-    pipe.step(x, y)
-
-
-def set_oddly(pipe: Any, x: Any, y: Any, v: Any, z: Any, r: random.Random) -> None:
-    key = r.choice(["lr", "momentum", "weight_decay", "dampening", "zzz"])
-    for group in pipe.optimizer.param_groups:
-        group[key] = v
-    pipe.step(x, y)
-    pipe.step(x, y)
-
-
-def change_groups(pipe: Any, x: Any, y: Any, v: Any, z: Any, r: random.Random) -> None:
-    groups = pipe.optimizer.param_groups
-    change = r.choice(["add", "clear", "append", "pop"])
-    if change == "add":
-        pipe.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    elif change == "append":
-        groups.append({})
-    elif change == "clear":
-        groups.clear()
-    else:
-        groups[0]["params"].pop()
-    pipe.step(x, y)
-
-
-def trace_oddly(pipe: Any, x: Any, y: Any, v: Any, z: Any, r: random.Random) -> None:
-    pipe.trace()
-
-
-ACTS: List[Act] = [step_oddly, step_oddly, step_by_microbatches, evaluate_oddly, predict_oddly]
-ACTS += [hold_oddly, save_oddly, call_back_oddly, set_oddly, change_groups, trace_oddly]
+ACTS = [OddCaller.step, OddCaller.step, OddCaller.step_by_microbatches, OddCaller.evaluate, OddCaller.predict, OddCaller.hold,
+        OddCaller.save, OddCaller.call_back, OddCaller.change_settings, OddCaller.change_groups, OddCaller.trace]  # fmt: skip
 
 
 def run_case(seed: int) -> None:
@@ -182,6 +135,7 @@ def run_case(seed: int) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), nn.Tanh()]
     model = nn.Sequential(*layers, nn.Linear(8, 4))
+    is_good = r.random() >= 0.4
     keys: Dict[str, Any] = {
         "loss": cross_entropy,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -189,18 +143,18 @@ def run_case(seed: int) -> None:
         "stages": r.choice([2, 3, ["3"], ["3", "5"]]),
         "microbatches": r.choice([1, 2, 4]),
     }
-    is_good = r.random() >= 0.4
     pipe = ipu_pipe.Pipeline(model, **{**keys, **({} if is_good else draw_arguments(r))})
     try:
         samples = max(1, pipe.microbatches) * 2
         if samples > MOST_SAMPLES:
             return
-        x, y = torch.randn(samples, 6), torch.randint(0, 4, (samples,))
-        if not is_good:
-            pipe.step(x, y)
-            pipe.step(x, y)
-        for _ in range(r.choice([1, 2, 3]) if is_good else 0):
-            r.choice(ACTS)(pipe, x, y, r.choice(ODD), r.choice(ODD), r)
+        caller = OddCaller(pipe, samples, r)
+        for _ in range(r.choice([1, 2, 3]) if is_good else 2):
+            if is_good:
+                r.choice(ACTS)(caller)
+                caller.draw()
+            else:
+                pipe.step(caller.x, caller.y)
         pipe.close()
     finally:
         pipe.abort()
@@ -214,12 +168,8 @@ def find_fault(seed: int) -> Optional[str]:
         frames = traceback.extract_tb(error.__traceback__)
         is_raised_by_us = "/ipu_pipe/" in frames[-1].filename
         # the caller's own code
-        if {frame.name for frame in frames} & {
-            "call_model",
-            "call_loss",
-            "compute_losses",
-            "_call_back",
-        }:
+        users = {"call_model", "call_loss", "compute_losses", "_call_back"}
+        if users & {frame.name for frame in frames}:
             return None
         if not any("/ipu_pipe/" in frame.filename for frame in frames):
             return None

@@ -57,160 +57,135 @@ class Burnt(Exception):
 
 
 class FailingData(DataSource):
-    """A data source of six microbatches an epoch that can fail at one; `is_now` is true while
-    microbatch 4 is processed."""
+    """A data source of six microbatches an epoch, which knows what fails in a run."""
 
-    def __init__(self, at: int = -1) -> None:
-        self.at, self.index = at, -1
+    def __init__(self, where: str) -> None:
+        self.where, self.index = where, -1
 
-    @property
-    def is_now(self) -> bool:
-        return self.index == 4
+    def fail(self, where: str) -> None:
+        """Raise if this is what fails."""
+        if where == self.where:
+            raise Burnt(4, where) from KeyError("deeper")
 
     def train_batches_per_epoch(self, batch_size: int) -> int:
         return 6
 
     def train_batch(self, epoch: int, index: int, batch_size: int) -> Any:
         self.index = index
-        if index == self.at:
-            raise Burnt(index, "data")
+        if index in (0, 3):
+            self.fail("data" if index else "planning")
         generator = torch.Generator().manual_seed(index)
         return torch.randn(batch_size, 4, generator=generator), torch.arange(batch_size) % 3
 
     def test_batches(self, batch_size: int) -> Any:
         self.index = -1
-        if self.at == -2:
-            raise Burnt(0, "test")
+        self.fail("test data")
         yield torch.ones(2, 4), torch.zeros(2, dtype=torch.long)
-
-
-class FailingBackward(torch.autograd.Function):
-    """Fail in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise Burnt(4, "backward")
 
 
 class Fuse(nn.Module):
     """Pass an activation on, and fail in the forward or the backward of microbatch 4."""
 
-    def __init__(self, data: FailingData, where: str) -> None:
+    def __init__(self, data: FailingData) -> None:
         super().__init__()
-        self.data, self.where = data, where
+        self.data = data
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.data.is_now and self.where == "forward":
-            try:
-                raise KeyError("deeper")
-            except KeyError as error:
-                raise Burnt(4, "fuse") from error
-        return FailingBackward.apply(x) if self.data.is_now and self.where == "backward" else x  # type: ignore
+        if self.data.index == 4:
+            self.data.fail("forward")
+            x = x.clone()
+            x.register_hook(lambda gradient: self.data.fail("backward"))
+        return x
 
 
-def make_fused_model(data: FailingData, where: str = "") -> nn.Module:
+def make_fused_model(data: FailingData) -> nn.Module:
     """Return a model of three stages with a `Fuse` in the second."""
     return nn.Sequential(
         nn.Linear(4, 4),
         begin_stage(nn.Linear(4, 4)),
-        Fuse(data, where),
+        Fuse(data),
         begin_stage(nn.Linear(4, 3)),
     )
 
 
 def compute_failing_loss(data: FailingData, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    if data.is_now:
-        raise Burnt(4, "loss")
+    if data.index == 4:
+        data.fail("loss")
     return F.cross_entropy(output, y)
 
 
 class FailingSGD(torch.optim.SGD):
-    calls = 0
+    def __init__(self, data: FailingData, groups: Any) -> None:
+        super().__init__(groups, lr=0.01)
+        self.data, self.calls = data, 0
 
     def step(self, closure: Any = None) -> Any:
         self.calls += 1
         if self.calls == 2:
-            raise Burnt(2, "step")
+            self.data.fail("optimizer")
         return super().step(closure)
 
 
-def train_three_updates(
-    out: Path, data: FailingData, model: nn.Module, method: str = "gpipe", **others: Any
-) -> None:
-    keys: Dict[str, Any] = {"log": {"tensorboard": False}, "optimizer": {"name": "sgd", "lr": 0.01}}
-    sizes = {"micro_batch_size": 2, "gradient_accumulation": 2, "steps": 3}
-    config = configure(method=method, **sizes, **keys)
-    train(config, out, data=data, model=model, quiet=True, **others)
-
-
-# what fails -> arguments of the run, the place in the fault's line, the words of the exception
-CASES: Dict[str, Any] = {
-    "forward": (lambda data: {"model": make_fused_model(data, "forward")}, "update 2, microbatch 4, stage 1, forward", "fuse 4"),
-    "backward": (lambda data: {"model": make_fused_model(data, "backward")}, "update 2, microbatch 4, backward", "backward 4"),
-    "loss": (
-        lambda data: {"loss": functools.partial(compute_failing_loss, data)},
-        "update 2, microbatch 4, stage 2, forward", "loss 4",
-    ),
-    "data": (lambda data: {"data": FailingData(3)}, "update 1, microbatch 3, data", "data 3"),
-    "test data": (lambda data: {"data": FailingData(-2)}, "evaluation before update 0", "test 0"),
-    "optimizer": (lambda data: {"optimizer": lambda groups: FailingSGD(groups, lr=0.1)}, "update 1", "step 2"),
-    "planning": (lambda data: {"data": FailingData(0)}, "before training", "data 0"),
-    **{
-        method: (
-            lambda data, method=method: {"model": make_fused_model(data, "forward"), "method": method},
-            "update 2, microbatch 4, stage 1, forward", "fuse 4",
-        )
-        for method in ("pipemare", "local_chunked")
-    },
-}  # fmt: skip
+# what fails -> the method, and the place in the fault's line
+CASES = {
+    "forward": ("gpipe", "update 2, microbatch 4, stage 1, forward"),
+    "backward": ("gpipe", "update 2, microbatch 4, backward"),
+    "loss": ("gpipe", "update 2, microbatch 4, stage 2, forward"),
+    "data": ("gpipe", "update 1, microbatch 3, data"),
+    "test data": ("gpipe", "evaluation before update 0"),
+    "optimizer": ("gpipe", "update 1"),
+    "planning": ("gpipe", "before training"),
+    "pipemare": ("pipemare", "update 2, microbatch 4, stage 1, forward"),
+    "local_chunked": ("local_chunked", "update 2, microbatch 4, stage 1, forward"),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_exception_of_user_code_keeps_its_type_and_gets_a_line_with_its_place(
     name: str, tmp_path: Path
 ) -> None:
-    data, out = FailingData(), tmp_path / "run"
-    make, place, words = CASES[name]
-    arguments = {"data": data, "model": make_fused_model(data), **make(data)}
+    method, place = CASES[name]
+    where, out = "forward" if name == method else name, tmp_path / "run"
+    data = FailingData(where)
+    model = make_fused_model(data)
+    sizes = {"micro_batch_size": 2, "gradient_accumulation": 2, "steps": 3}
+    config = configure(method=method, **sizes, log={"tensorboard": False})
+    loss: Any = functools.partial(compute_failing_loss, data)
+    optimizer: Any = functools.partial(FailingSGD, data)
     with pytest.raises(Burnt) as error:
-        train_three_updates(out, **arguments)
+        train(config, out, data=data, model=model, loss=loss, optimizer=optimizer, quiet=True)
     fault = find_user_fault(error.value)
     assert fault is not None and "\n" not in str(fault)
-    (number,) = [
-        n
-        for n, line in enumerate(Path(__file__).read_text().splitlines(), 1)
-        if "raise Burnt(" in line and f'"{words.split()[0]}")' in line
-    ]
-    assert str(fault).startswith(f"{place}: Burnt: {words} ({__file__}:{number}, in ")
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = [n for n, line in enumerate(lines, 1) if line.strip().startswith("raise Burnt(4")]
+    assert str(fault).startswith(f"{place}: Burnt: {where} 4 ({__file__}:{number}, in ")
     assert fault.traceback.endswith("and more\n")
-    if name == "forward":  # the user's own chain of exceptions stays
-        assert isinstance(error.value.__cause__, KeyError) and "deeper" in fault.traceback
+    # the user's own chain of exceptions stays
+    assert isinstance(error.value.__cause__, KeyError) and "deeper" in fault.traceback
     if name != "planning":  # planning comes before the folder is created
         assert "ipu_pipe/backends/" in fault.traceback
         assert fault.traceback_file == str(out / "traceback.txt")
         assert fault.traceback in (out / "traceback.txt").read_text()
         RunFolder(out, resume=True)
         assert (out / "config.yaml").is_file() and not (out / "traceback.txt").exists()
-    modules = arguments["model"].modules()
+    modules = model.modules()
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in modules)
 
 
+class Counting(nn.Module):
+    """Fail in the twenty-first forward of a training."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += self.training and torch.is_grad_enabled()
+        if self.count > 20:
+            raise Burnt(20, "counted")
+        return x
+
+
 def make_failing_model() -> nn.Module:
-    data = FailingData()
-    data.index = 0
-
-    class Counting(Fuse):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.data.index += self.training and torch.is_grad_enabled()
-            if self.data.index > 20:
-                raise Burnt(20, "counted")
-            return x
-
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Counting(data, ""))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Counting())
 
 
 FAILING = ["model.entry=tests.test_faults:make_failing_model", "model.args={}", "log.tensorboard=false"]  # fmt: skip

@@ -9,7 +9,7 @@ import importlib
 import re
 import warnings
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List
 
 import pytest
 
@@ -18,7 +18,6 @@ from ipu_pipe.cli import COMMANDS
 from ipu_pipe.config.load import configure, load_config
 from ipu_pipe.data import load_data
 from ipu_pipe.data.fetch import fetch
-from ipu_pipe.errors import BadInput, run_command
 from ipu_pipe.job.factories import make_loss
 from ipu_pipe.job.overrides import Overrides
 from ipu_pipe.shipped import find_config
@@ -28,52 +27,46 @@ from tests.support.runs import list_faults
 DIGITS = "configs/mlp_digits.yaml"
 
 
-def read_suggestion(line: str) -> List[str]:
-    """Return the names that a fault suggests."""
+def read_suggestion(line: str) -> str:
+    """Return the names that a fault suggests, as it writes them; "" for none."""
     match = re.search(r"(?:did you mean|nearest (?:is|are)) (.*?)(?:\?| \(|, allowed|$)", line)
-    return [] if match is None else re.split(r" or |, ", match.group(1))
+    return match.group(1) if match else ""
 
 
 # ---- values of keys
 
 TORCH_OPTIMIZER, TORCH_SCHEDULER = "torch.optim.", "torch.optim.lr_scheduler."
-# key -> what a user writes -> the names suggested, in order; an empty list where nothing is near
-VALUES: Dict[str, Dict[str, Sequence[str]]] = {
+# key -> what a user writes -> the names suggested; "" where nothing is near
+VALUES = {
     "method": {
-        "1f1b": ["pipedream_flush", "pipedream"], "1F1B": ["pipedream_flush", "pipedream"], "GPipe": ["gpipe"],
-        "ZBV": ["zbv"], "zb": ["zb_h1"], "zero_bubble": ["zb_h1"], "zero-bubble": ["zb_h1"], "zbh1": ["zb_h1"],
-        "interleaved": ["interleaved_1f1b"], "dualpipe": ["dualpipe_v"], "pipedream-2bw": ["pipedream_2bw"],
-        "2bw": ["pipedream_2bw"], "2BW": ["pipedream_2bw"], "pipdream": ["pipedream"], "PipeMare": ["pipemare"],
-        "ScheduleZBVZeroBubble": ["zbv"], "ScheduleInterleavedZeroBubble": ["interleaved_zb"], "afab": ["gpipe"],
-        "xxxxxx": [],
+        "1f1b": "pipedream_flush or pipedream", "1F1B": "pipedream_flush or pipedream", "GPipe": "gpipe", "zb": "zb_h1",
+        "zero-bubble": "zb_h1", "zbh1": "zb_h1", "interleaved": "interleaved_1f1b", "dualpipe": "dualpipe_v",
+        "pipedream-2bw": "pipedream_2bw", "2BW": "pipedream_2bw", "pipdream": "pipedream",
+        "ScheduleInterleavedZeroBubble": "interleaved_zb", "afab": "gpipe", "xxxxxx": "",
     },
     "backend.name": {
-        "cuda": ["backend.device=cuda"], "gpu": ["backend.device=cuda"], "cuda:0": ["backend.device=cuda"],
-        "cpu": ["backend.device=cpu"], "CPU": ["backend.device=cpu"],
-        "nccl": ["distributed"], "gloo": ["distributed"], "ipu": ["poptorch"], "Emulator": ["emulator"],
-        "emulater": ["emulator"], "tpu": ["xla"], "mps": [],
+        "cuda:0": "backend.device=cuda", "CPU": "backend.device=cpu", "nccl": "distributed", "ipu": "poptorch",
+        "emulater": "emulator", "tpu": "xla", "mps": "",
     },
-    "backend.device": {"gpu": ["cuda"], "CUDA": ["cuda"], "cuda:1": ["cuda"]},
+    "backend.device": {"gpu": "cuda", "CUDA": "cuda", "cuda:1": "cuda"},
     "precision": {
-        "fp16": ["bfloat16_mixed"], "half": ["bfloat16_mixed"], "16": ["bfloat16_mixed"], "bf16": ["bfloat16_mixed", "bfloat16"],
-        "BF16": ["bfloat16_mixed", "bfloat16"], "bf16-mixed": ["bfloat16_mixed"], "fp32": ["float32"], "float": ["float32"],
-        "float23": ["float32"], "double": ["float64"],
+        "fp16": "bfloat16_mixed", "16": "bfloat16_mixed", "BF16": "bfloat16_mixed or bfloat16", "bf16-mixed": "bfloat16_mixed",
+        "fp32": "float32", "float23": "float32", "double": "float64",
     },
     "optimizer.name": {
-        "SGD": ["sgd"], "AdamW": ["adamw"], "admw": ["adamw"], "RMSprop": [f"{TORCH_OPTIMIZER}RMSprop"],
-        "adagrad": [f"{TORCH_OPTIMIZER}Adagrad"], "optim.Adam": ["adam"], "xxxxxx": [],
+        "SGD": "sgd", "admw": "adamw", "RMSprop": f"{TORCH_OPTIMIZER}RMSprop", "adagrad": f"{TORCH_OPTIMIZER}Adagrad",
+        "optim.Adam": "adam", "xxxxxx": "",
     },
     "lr_schedule.name": {
-        "cosin": ["cosine"], "Cosine": ["cosine"], "CosineAnnealingLR": ["cosine"], "ReduceLROnPlateau": ["plateau"],
-        "MultiStepLR": ["step"], "OneCycle": [f"{TORCH_SCHEDULER}OneCycleLR"],
-        "exponential": [f"{TORCH_SCHEDULER}ExponentialLR"],
+        "cosin": "cosine", "CosineAnnealingLR": "cosine", "ReduceLROnPlateau": "plateau",
+        "OneCycle": f"{TORCH_SCHEDULER}OneCycleLR", "exponential": f"{TORCH_SCHEDULER}ExponentialLR",
     },
-    "hardware": {"POD16": ["pod16"], "pod17": ["pod16"], "h100": ["h100x8"], "ipu": ["gc200"]},
-    "stages": {"finst": ["finest"], "Auto": ["auto"]},
-    "reduction": {"exat": ["exact"]},
-    "clip": {"{norm: 1, scope: globl}": ["global"]},
-    "checkpoint.format": {"shard": ["sharded"]},
-    "method_args.schedule": {"1F1B": ["1f1b"], "dflow": ["dataflow"]},
+    "hardware": {"POD16": "pod16", "pod17": "pod16", "h100": "h100x8", "ipu": "gc200"},
+    "stages": {"finst": "finest"},
+    "reduction": {"exat": "exact"},
+    "clip": {"{norm: 1, scope: globl}": "global"},
+    "checkpoint.format": {"shard": "sharded"},
+    "method_args.schedule": {"dflow": "dataflow"},
 }  # fmt: skip
 
 
@@ -83,98 +76,82 @@ VALUES: Dict[str, Dict[str, Sequence[str]]] = {
 def test_a_value_names_the_nearest_or_the_right_key(key: str, value: str) -> None:
     (fault,) = list_faults(load_config, DIGITS, [f"{key}={value}"])
     assert fault.startswith(f"--set {key}={value}: {key}")
-    assert read_suggestion(fault) == list(VALUES[key][value])
+    assert read_suggestion(fault) == VALUES[key][value]
 
 
-@pytest.mark.parametrize(("written", "meant"), [
-    ("crossentropy", "cross_entropy"), ("CrossEntropyLoss", "cross_entropy"), ("ce", "cross_entropy"),
-    ("torch.nn.CrossEntropyLoss", "cross_entropy"), ("mse", "torch.nn.functional:mse_loss"),
+@pytest.mark.parametrize("written, meant", [
+    ("crossentropy", "cross_entropy"), ("ce", "cross_entropy"), ("torch.nn.CrossEntropyLoss", "cross_entropy"),
     ("MSELoss", "torch.nn.functional:mse_loss"), ("Model", "model"),
 ])  # fmt: skip
 def test_a_loss_names_the_nearest(written: str, meant: str) -> None:
     (fault,) = list_faults(make_loss, configure(loss=written), Overrides())
-    assert fault.startswith(f"loss: {written}: ") and read_suggestion(fault) == [meant]
+    assert fault.startswith(f"loss: {written}: ") and read_suggestion(fault) == meant
     if ":" in meant:
         make_loss(configure(loss=meant), Overrides())
 
 
-@pytest.mark.parametrize(("written", "meant"), [
-    ("CIFAR10", "cifar10"), ("cifar-10", "cifar10"), ("MNIST", "mnist"), ("Fashion-MNIST", "fashion_mnist"),
-])  # fmt: skip
+@pytest.mark.parametrize("written, meant", [("cifar-10", "cifar10"), ("MNIST", "mnist")])
 def test_a_data_set_names_the_nearest(written: str, meant: str, tmp_path: Path) -> None:
     for faults in (list_faults(load_data, written), list_faults(fetch, written, tmp_path)):
-        assert len(faults) == 1 and read_suggestion(faults[0]) == [meant]
+        assert list(map(read_suggestion, faults)) == [meant]
 
 
 # ---- command lines
 
 
-def run_command_line(
-    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Any:
-    command, *arguments = line.split()
-    place = "ipu_pipe.cli" if command in COMMANDS else "tools.experiments"
-    module = importlib.import_module(f"{place}.{command}")
-    return run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
-
-
 # command line -> the beginning of its fault, and the names suggested
 LINES = {
-    "train mlp_digit": ("mlp_digit: ", ["mlp_digits"]),
-    "train configs/mlp_digit.yaml": ("configs/mlp_digit.yaml: ", ["configs/mlp_digits.yaml"]),
-    "train Resnet20-cifar10": ("Resnet20-cifar10: ", ["resnet20_cifar10"]),
-    f"train {DIGITS} epochs=2": ("", ["--set epochs=2"]),
-    f"train epochs=2 {DIGITS}": ("", ["--set epochs=2"]),
-    f"train {DIGITS} lr=2": ("", ["--set optimizer.lr=2"]),
-    f"train {DIGITS} --epochs 2": ("", ["--set epochs=2"]),
-    f"train {DIGITS} --epoch 2": ("", ["--set epochs=2"]),
-    f"train {DIGITS} --lr 0.1": ("", ["--set optimizer.lr=0.1"]),
-    f"train {DIGITS} --optimizer.lr=0.1": ("", ["--set optimizer.lr=0.1"]),
-    f"train {DIGITS} --method gpipe": ("", ["--set method=gpipe"]),
-    f"train {DIGITS} --batch-size=4": ("", ["--set micro_batch_size=4"]),
-    f"train {DIGITS} --dryrun": ("", ["--dry-run"]),
-    f"train {DIGITS} --ouput x": ("", ["--out x"]),
-    f"train {DIGITS} --output-dir x": ("", ["--out DIR"]),
-    f"train --config {DIGITS}": ("", ["CONFIG without --config"]),
-    f"train {DIGITS} --zzzzzz": ("", []),
-    f"train {DIGITS} --against 1f1b": ("--against: 1f1b: ", ["pipedream_flush", "pipedream"]),
-    f"collect {DIGITS} --out x --methods gpipe,1F1B": (
+    "train mlp_digit": ("mlp_digit: ", "mlp_digits"),
+    "train configs/mlp_digit.yaml": ("configs/mlp_digit.yaml: ", "configs/mlp_digits.yaml"),
+    "train Resnet20-cifar10": ("Resnet20-cifar10: ", "resnet20_cifar10"),
+    "train CONFIG epochs=2": ("", "--set epochs=2"),
+    "train epochs=2 CONFIG": ("", "--set epochs=2"),
+    "train CONFIG lr=2": ("", "--set optimizer.lr=2"),
+    "train CONFIG --epoch 2": ("", "--set epochs=2"),
+    "train CONFIG --optimizer.lr=0.1": ("", "--set optimizer.lr=0.1"),
+    "train CONFIG --batch-size=4": ("", "--set micro_batch_size=4"),
+    "train CONFIG --dryrun": ("", "--dry-run"),
+    "train CONFIG --ouput x": ("", "--out x"),
+    "train CONFIG --output-dir x": ("", "--out DIR"),
+    "train --config CONFIG": ("", "CONFIG without --config"),
+    "train CONFIG --zzzzzz": ("", ""),
+    "train CONFIG --against 1f1b": ("--against: 1f1b: ", "pipedream_flush or pipedream"),
+    "collect CONFIG --out x --methods gpipe,1F1B": (
         "--methods: 1F1B: ",
-        ["pipedream_flush", "pipedream"],
+        "pipedream_flush or pipedream",
     ),
-    f"plan {DIGITS} --hardware POD16": ("--hardware: POD16: ", ["pod16"]),
-    f"plan {DIGITS} --hardware pod16 --methods GPipe": ("--methods: GPipe: ", ["gpipe"]),
-    f"plan {DIGITS} --hardware pod16 --precision fp16": (
+    "plan CONFIG --hardware POD16": ("--hardware: POD16: ", "pod16"),
+    "plan CONFIG --hardware pod16 --methods GPipe": ("--methods: GPipe: ", "gpipe"),
+    "plan CONFIG --hardware pod16 --precision fp16": (
         "--precision: fp16: ",
-        ["float16", "bfloat16_mixed"],
+        "float16 or bfloat16_mixed",
     ),
-    f"stability {DIGITS} optimizer.lr=1": ("", ["--set optimizer.lr=1"]),
-    "stability mlp_digit": ("mlp_digit: ", ["mlp_digits"]),
-    "schedule GPipe --stages 2 --microbatches 2": ("method: GPipe: ", ["gpipe"]),
-    "schedule gpipe --stages 2 --micro-batches 2": ("", ["--microbatches 2"]),
-    "schedule gpipe --stages 2 --microbatches 2 --format jsn": ("--format: ", ["json"]),
-    "schedule --method gpipe --stages 2 --microbatches 2": ("", ["METHOD without --method"]),
-    "reproduce pb-resnet20": ("EXPERIMENT: pb-resnet20: ", ["pb_resnet20"]),
-    "completion zhs": ("SHELL: ", ["zsh"]),
+    "stability CONFIG optimizer.lr=1": ("", "--set optimizer.lr=1"),
+    "stability mlp_digit": ("mlp_digit: ", "mlp_digits"),
+    "schedule GPipe --stages 2 --microbatches 2": ("method: GPipe: ", "gpipe"),
+    "schedule gpipe --stages 2 --micro-batches 2": ("", "--microbatches 2"),
+    "schedule gpipe --stages 2 --microbatches 2 --format jsn": ("--format: ", "json"),
+    "schedule --method gpipe --stages 2 --microbatches 2": ("", "METHOD without --method"),
+    "reproduce pb-resnet20": ("EXPERIMENT: pb-resnet20: ", "pb_resnet20"),
+    "completion zhs": ("SHELL: ", "zsh"),
 }
 
 
-@pytest.mark.parametrize("line", list(LINES))
+@pytest.mark.parametrize("line", LINES)
 def test_a_command_line_names_the_right_spelling(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run_command_line(line, monkeypatch, capsys)
     place, meant = LINES[line]
+    command, *arguments = line.replace("CONFIG", DIGITS, 1).split()
+    package = "ipu_pipe.cli" if command in COMMANDS else "tools.experiments"
+    module = importlib.import_module(f"{package}.{command}")
+    result = run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert (
-        result.stderr.startswith(f"error: {place}")
-        and read_suggestion(result.stderr.strip()) == meant
-    )
+    assert result.stderr.startswith(f"error: {place}")
+    assert read_suggestion(result.stderr.strip()) == meant
 
 
-@pytest.mark.parametrize("written, meant", [
-    ("trian", "train"), ("Train", "train"), ("analyse", "analyze"), ("fetch_dat", "fetch-data"), ("schedul", "schedule"),
-])  # fmt: skip
+@pytest.mark.parametrize("written, meant", [("Train", "train"), ("fetch_dat", "fetch-data")])
 def test_a_command_names_the_nearest(
     written: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,8 +159,8 @@ def test_a_command_names_the_nearest(
     with pytest.raises(SystemExit) as exit_error:
         cli.run()
     output = capsys.readouterr()
-    assert (exit_error.value.code, output.out) == (2, "") and meant.replace("-", "_") in COMMANDS
-    assert read_suggestion(output.err.strip()) == [meant]
+    assert (exit_error.value.code, output.out) == (2, "")
+    assert read_suggestion(output.err.strip()) == meant
 
 
 # ---- settings of an optimizer that is replaced
@@ -205,30 +182,30 @@ def write_base(folder: Path, text: str = BASE) -> str:
 
 
 SETTINGS = ["lr", "momentum", "nesterov", "weight_decay"]
-# inherited file, overrides -> the keys of the file that are left out, and the settings that count
+# inherited file, override -> the keys of the file that are left out, and the settings that count
 LEFT_OUT: List[Any] = [
-    (BASE, ["optimizer.name=adamw"], ["optimizer.momentum", "optimizer.nesterov"], {"lr": 0.1, "weight_decay": 0.01}),
-    (BASE, ["optimizer={name: adam, eps: 1.0e-6}", "lr_schedule.name=cosine"],
-     ["optimizer.momentum", "optimizer.nesterov", "lr_schedule.milestones"], {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-6}),
-    (BASE, [f"optimizer={{groups: {GROUPS}}}"], [f"optimizer.{key}" for key in ("name", *SETTINGS)], {}),
-    (UNNAMED, [f"optimizer.groups={GROUPS}"], [f"optimizer.{key}" for key in SETTINGS], {}),
-    (GROUPED, ["optimizer={name: adam, lr: 0.5}"], ["optimizer.groups"], {"lr": 0.5}),
-    (BASE, ["optimizer.groups=[]"], [], {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (BASE, "optimizer.name=adamw", ["optimizer.momentum", "optimizer.nesterov"], {"lr": 0.1, "weight_decay": 0.01}),
+    (BASE, "optimizer={name: adam, eps: 1.0e-6}", ["optimizer.momentum", "optimizer.nesterov"],
+     {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-6}),
+    (BASE, "lr_schedule.name=cosine", ["lr_schedule.milestones"], dict(zip(SETTINGS, (0.1, 0.9, True, 0.01)))),
+    (BASE, f"optimizer={{groups: {GROUPS}}}", [f"optimizer.{key}" for key in ("name", *SETTINGS)], {}),
+    (UNNAMED, f"optimizer.groups={GROUPS}", [f"optimizer.{key}" for key in SETTINGS], {}),
+    (GROUPED, "optimizer={name: adam, lr: 0.5}", ["optimizer.groups"], {"lr": 0.5}),
+    (BASE, "optimizer.groups=[]", [], dict(zip(SETTINGS, (0.1, 0.9, True, 0.01)))),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text, overrides, keys, settings", LEFT_OUT)
+@pytest.mark.parametrize("text, override, keys, settings", LEFT_OUT)
 def test_inherited_settings_of_another_optimizer_are_left_out_with_a_warning(
-    text: str, overrides: List[str], keys: List[str], settings: Dict[str, Any], tmp_path: Path
+    text: str, override: str, keys: List[str], settings: Dict[str, Any], tmp_path: Path
 ) -> None:
     """Story: the momentum of a shipped file was a fault of the user who chose adamw."""
     path = write_base(tmp_path, text)
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        config = load_config(path, overrides)
-    said = " ".join(str(record.message) for record in records)
-    assert len(records) <= 2 and bool(keys) == bool(records)
-    assert all(f"{path}: {key}: " in said for key in keys)
+        config = load_config(path, [override])
+    said = [str(record.message) for record in records]
+    assert len(said) == bool(keys) and all(f"{path}: {key}: " in said[0] for key in keys)
     assert config.optimizer.groups or config.optimizer.settings() == settings
 
 
@@ -260,7 +237,7 @@ def test_settings_beside_the_new_name_are_still_faults(
 
 # extended name -> the seed of the example or file that is found, or the nearest name
 EXTENDED: Dict[str, Any] = {
-    "mlp_digits": 0, "configs/mlp_digits.yaml": 0, "configs/mlp_digits": 0, "resnet20_cifar10.yaml": 5,
+    "mlp_digits": 0, "configs/mlp_digits.yaml": 0, "resnet20_cifar10.yaml": 5,
     "own/small": 6, "pod/pod16_resnet101_pipelined": 0, "bases.yaml": "basis.yaml", "own/smal": "own/small",
 }  # fmt: skip
 
@@ -274,14 +251,14 @@ def test_a_file_extends_the_file_beside_it_or_an_example(
     (tmp_path / "basis.yaml").write_text("seed: 1\n")
     (tmp_path / "resnet20_cifar10.yaml").write_text(BASE + "seed: 5\n")
     if name.startswith("own"):
-        (tmp_path / "ipu_pipe" / "configs" / "own").mkdir(parents=True)
-        (tmp_path / "ipu_pipe" / "configs" / "own" / "small.yaml").write_text(BASE + "seed: 6\n")
+        examples = tmp_path / "ipu_pipe" / "configs" / "own"
+        examples.mkdir(parents=True)
+        (examples / "small.yaml").write_text(BASE + "seed: 6\n")
         monkeypatch.setattr(shipped, "PACKAGE", tmp_path / "ipu_pipe")
     (tmp_path / "run.yaml").write_text(f"extends: {name}\n")
     if isinstance(found, str):
         (fault,) = list_faults(load_config, tmp_path / "run.yaml")
-        beside = [str(tmp_path / found), found]
-        assert read_suggestion(fault)[0] in beside
+        assert read_suggestion(fault).endswith(found)
         return
     config = load_config(tmp_path / "run.yaml")
     assert config.seed == found
@@ -322,28 +299,3 @@ def test_models_of_one_module_share_their_arguments(entry: str, tmp_path: Path) 
         warnings.simplefilter("error")
         config = load_config(write_base(tmp_path, MODEL), [f"model.entry={entry}"])
     assert config.model.args == {"inputs": 64, "width": 32}
-
-
-def test_a_warning_of_a_command_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_base(tmp_path)
-
-    def load_twice() -> None:
-        for _ in range(2):
-            load_config(path, ["optimizer.name=adam"])
-
-    monkeypatch.setattr("warnings.showwarning", warnings.showwarning)
-    with warnings.catch_warnings(), pytest.raises(SystemExit) as exit_error:
-        warnings.simplefilter("always")
-        run_command(load_twice)
-    output = capsys.readouterr()
-    assert (exit_error.value.code, output.out) == (0, "")
-    lines = [line for line in output.err.splitlines() if "optimizer.momentum" in line]
-    assert len(lines) == 1 and lines[0].startswith("warning: ")
-
-
-def test_faults_are_one_line_each(tmp_path: Path) -> None:
-    with pytest.raises(BadInput) as error:
-        load_config(write_base(tmp_path), ["optimizer.name=a\nb", "method=\x1b[1f1b"])
-    assert all(fault.isprintable() for fault in error.value.faults)

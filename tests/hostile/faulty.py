@@ -113,7 +113,9 @@ CHOSEN: List[Any] = ["", "", 0]
 
 def set_fault(where: str, how: str, after: int) -> None:
     """Set the one fault of `Model`, `make_faulty_data`, `loss`, `metric`, `Optimizer` and `make_scheduler`."""
+    global _loss, _metric
     CHOSEN[:] = [where, how, after]
+    _loss = _metric = None
 
 
 def _wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
