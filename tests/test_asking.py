@@ -58,7 +58,7 @@ def compute_loss_by_hand(case: str, model: nn.Module, batch: Any) -> torch.Tenso
     """Return the loss of a case as a plain loop computes it."""
     if case == "the whole batch":
         return compute_smooth_loss(model(*batch[:2]), batch[2], batch=batch)
-    fields = {**batch[0], "labels": batch[1]} if isinstance(batch, (tuple, list)) else batch
+    fields = {**batch[0], "labels": batch[1]} if case == "a field of the inputs" else batch
     output = model(fields["a"], fields["b"]) * (2 if case == "a changed output" else 1)
     return compute_weighted_loss(output, fields["labels"], weights=fields["weights"])
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from ipu_pipe.config.faults import KEYS_ALSO_CALLED
 from ipu_pipe.config.schema import BackendConfig, Config
-from ipu_pipe.errors import BadInput, RunFault
+from ipu_pipe.errors import RunFault
 from ipu_pipe.pipeline.checks import check_modules
 from ipu_pipe.report.run_text import format_closing, format_opening
 from ipu_pipe.run.build import build
@@ -24,16 +23,8 @@ from tests.test_train import make_short_config
 
 HINTS = {
     "learning_rate=0.1": "unknown key, nearest is optimizer.lr",
-    "num_epochs=3": "unknown key, nearest is epochs",
     "chunks=4": "unknown key, nearest is gradient_accumulation",  # story: nearest was epochs
-    "devices=4": "unknown key, nearest is stages",  # story: nearest was replicas
-    "criterion=x": "unknown key, nearest is loss",  # story: nearest was precision
-    "max_grad_norm=1": "unknown key, nearest is clip.norm",
     "output_dir=x": "unknown key, nearest is --out DIR",  # story: nearest was optimizer
-    "method=pipedream-2bw": "did you mean pipedream_2bw?",
-    "method=zero_bubble": "did you mean zb_h1?",
-    "precision=fp16": "did you mean bfloat16_mixed?",
-    "backend.name=torchrun": "did you mean distributed?",
     "backend=cuda": "did you mean backend.device=cuda?",
     "backend=xla": "did you mean backend.name=xla?",
     "optimizer=adam": "{name, lr, momentum, nesterov and 8 more}; did you mean optimizer.name=adam?",
@@ -51,9 +42,7 @@ def test_every_alias_hints_at_an_existing_key() -> None:
         assert name not in Config.model_fields
         assert f"nearest is {here}" in list_faults(make_short_config, f"{name}=1")[0]
         if "." in here:  # a key of a section is known
-            assert re.search(
-                "did you mean|must be", list_faults(make_short_config, f"{here}=[]")[0]
-            )
+            assert "unknown key" not in list_faults(make_short_config, f"{here}=[]")[0]
 
 
 # ---- wrapped models
@@ -77,32 +66,30 @@ class FSDPLinear(FSDPModule, nn.Linear):
     pass
 
 
-WRAPPED = {
-    "model: is wrapped by torch.compile: ": lambda: torch.compile(make_flat_linear()),
+def compile_in_place() -> nn.Module:
+    model = make_flat_linear()
+    # as by model.compile(), which torch 2.0 has not
+    model._compiled_call_impl = len  # type: ignore[assignment]
+    return model
+
+
+WRAPPED: Dict[str, List[Callable[[], Any]]] = {
+    "model: is wrapped by torch.compile: ": [lambda: torch.compile(make_flat_linear()), compile_in_place],
     # story: its hooks raised a RuntimeError
-    "model: is wrapped by torch.jit: ": lambda: torch.jit.script(make_flat_linear()),
+    "model: is wrapped by torch.jit: ": [lambda: torch.jit.script(make_flat_linear())],
     # story: these were trained inside it
-    "model: 1: is wrapped by DataParallel: ": lambda: wrap_linear(nn.DataParallel),
-    "model: 1: is wrapped by torch.compile: ": lambda: wrap_linear(torch.compile),
-    "model: 1: is wrapped by fully_shard: ": lambda: wrap_linear(lambda linear: FSDPLinear(64, 10)),
-}
+    "model: 1: is wrapped by DataParallel: ": [lambda: wrap_linear(nn.DataParallel)],
+    "model: 1: is wrapped by torch.compile: ": [lambda: wrap_linear(torch.compile)],
+    "model: 1: is wrapped by fully_shard: ": [lambda: wrap_linear(lambda linear: FSDPLinear(64, 10))],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("beginning", list(WRAPPED))
 @pytest.mark.filterwarnings("ignore")
 def test_a_wrapped_model_is_refused_by_the_wrappers_name(beginning: str) -> None:
-    faults = list_faults(check_modules, WRAPPED[beginning](), None, torch.device("cpu"))
-    assert len(faults) == 1 and faults[0].startswith(beginning)
-
-
-@pytest.mark.skipif(
-    not hasattr(nn.Module, "compile"), reason="modules of this torch have no compile()"
-)
-def test_a_model_compiled_in_place_is_refused() -> None:
-    model = make_flat_linear()
-    model.compile()
-    with pytest.raises(BadInput, match="model: is wrapped by torch.compile: "):
-        check_modules(model, None, torch.device("cpu"))
+    for wrap in WRAPPED[beginning]:
+        (fault,) = list_faults(check_modules, wrap(), None, torch.device("cpu"))
+        assert fault.startswith(beginning)
 
 
 # ---- unused keys

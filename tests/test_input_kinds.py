@@ -49,19 +49,13 @@ class Reader(nn.Module):
         return Composed(lambda m, h: m.out(h).transpose(1, 2), out=nn.Linear(8, 20))
 
 
-class Forces(nn.Module):
-    """The energy of an input and its gradient: `autograd.grad` inside a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
-
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            h = h if h.requires_grad else h.detach().requires_grad_()
-            energy = self.last(torch.tanh(self.first(h)))
-            (force,) = torch.autograd.grad(energy.sum(), h, create_graph=True)
-        return torch.cat([energy, force], 1)
+def compute_forces(module: Any, h: torch.Tensor) -> torch.Tensor:
+    """Return the energy of an input and its gradient: `autograd.grad` inside a module."""
+    with torch.enable_grad():
+        h = h if h.requires_grad else h.detach().requires_grad_()
+        energy = module.last(torch.tanh(module.first(h)))
+        (force,) = torch.autograd.grad(energy.sum(), h, create_graph=True)
+    return torch.cat([energy, force], 1)
 
 
 class Mixing(nn.Module):
@@ -80,7 +74,8 @@ class Mixing(nn.Module):
 
 
 def make_force_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), Forces())
+    forces = Composed(compute_forces, first=nn.Linear(6, 8), last=nn.Linear(8, 1))
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), forces)
 
 
 MODELS: Dict[str, Any] = {"forces": make_force_model, "detached": Mixing}
@@ -144,7 +139,7 @@ def train_case(name: str, **backend: Any) -> Tuple[Any, List[float]]:
 
 def compare_kinds(rank: int, folder: Path) -> None:
     for name in CASES:
-        state, losses = train_case(name, backend="distributed", backend_args={"deadline": 60})
+        state, losses = train_case(name, backend="distributed", deadline=60)
         expected = torch.load(folder / f"{name}.pt")
         if rank == 0:
             assert losses == expected["losses"], name
@@ -176,7 +171,7 @@ def test_processes_train_other_lengths_as_the_emulator(tmp_path: Path) -> None:
 def pass_unknown_words(rank: int, folder: Path) -> None:
     model, optimizer, loss = make_training("gpipe")
     pipe = ipu_pipe.Pipeline(
-        model, loss, optimizer, "gpipe", stages=["b"], microbatches=1, backend="distributed", backend_args={"deadline": 60}
+        model, loss, optimizer, "gpipe", stages=["b"], microbatches=1, backend="distributed", deadline=60
     )  # fmt: skip
     ids = torch.zeros(2, 3, dtype=torch.long)
     pipe.step(ids, ids)
@@ -201,38 +196,16 @@ def draw_replica_words(k: int, replica: int) -> torch.Tensor:
     return torch.randint(0, 20, (4, 4 + (k + 2 * replica) % 3), generator=draw)
 
 
-def make_exact_reader() -> Reader:
+def make_exact_reader() -> Tuple[Reader, torch.optim.Optimizer]:
+    """Return the same model in float64, without dropout, and its optimizer for each call."""
+    torch.manual_seed(0)
     net = Reader().double()
     net.drop.p = 0.0
-    return net
+    return net, torch.optim.SGD(net.parameters(), lr=0.05)
 
 
-def read_lengths_by_replica(rank: int, folder: Path) -> None:
-    net = make_exact_reader()
-    net.load_state_dict(torch.load(folder / "begin.pt"))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    pipe = ipu_pipe.Pipeline(
-        net, LOSS, optimizer, "gpipe", stages=["b"], microbatches=2, replicas=2, backend="distributed",
-        backend_args={"deadline": 60},
-    )  # fmt: skip
-    for k in range(3):
-        ids = draw_replica_words(k, pipe.replica)
-        pipe.step(ids, ids)
-    state = pipe.state_dict()
-    if rank == 0:
-        torch.testing.assert_close(
-            state["model"], torch.load(folder / "end.pt"), rtol=0, atol=1e-12
-        )
-
-
-@pytest.mark.slow
-@needs_processes
-def test_replicas_read_batches_of_other_lengths(tmp_path: Path) -> None:
-    """Story: the first batches of all replicas had to have one length, though each is padded to its
-    own longest sample."""
-    net = make_exact_reader()
-    torch.save(net.state_dict(), tmp_path / "begin.pt")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+def train_on_all_replicas_words() -> Dict[str, torch.Tensor]:
+    net, optimizer = make_exact_reader()
     for k in range(3):
         optimizer.zero_grad()
         batches = [draw_replica_words(k, replica) for replica in range(2)]
@@ -240,7 +213,28 @@ def test_replicas_read_batches_of_other_lengths(tmp_path: Path) -> None:
         for ids in batches:
             (LOSS(net(ids), ids) / 2).backward()
         optimizer.step()
-    torch.save(net.state_dict(), tmp_path / "end.pt")
+    return net.state_dict()
+
+
+def read_lengths_by_replica(rank: int, folder: Path) -> None:
+    net, optimizer = make_exact_reader()
+    pipe = ipu_pipe.Pipeline(
+        net, LOSS, optimizer, "gpipe", stages=["b"], microbatches=2, replicas=2, backend="distributed", deadline=60
+    )  # fmt: skip
+    for k in range(3):
+        ids = draw_replica_words(k, pipe.replica)
+        pipe.step(ids, ids)
+    state = pipe.state_dict()
+    if rank == 0:
+        expected = train_on_all_replicas_words()
+        torch.testing.assert_close(state["model"], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@needs_processes
+def test_replicas_read_batches_of_other_lengths(tmp_path: Path) -> None:
+    """Story: the first batches of all replicas had to have one length, though each is padded to its
+    own longest sample."""
     run_in_group(4, read_lengths_by_replica, tmp_path)
 
 
