@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict
+from typing import Any, Dict
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def compute_smooth_loss(output: Any, y: Any, *, batch: Any, strength: float = 0.
     )
 
 
-CASES: Dict[str, Callable[[], Dict[str, Any]]] = {
+CASES = {
     "a field": lambda: {"batches": NAMED, "loss": compute_weighted_loss},
     "a field of the inputs": lambda: {"batches": INSIDE, "loss": compute_weighted_loss},
     "the whole batch": lambda: {"batches": PARTS, "loss": compute_smooth_loss},
@@ -75,7 +75,7 @@ def test_a_loss_that_takes_fields_trains_as_in_plain_pytorch(case: str) -> None:
 def test_metrics_read_the_labels_alone(tmp_path: Path) -> None:
     model, data = TwoInputs(), ipu_pipe.from_loader(NAMED, NAMED)
     config = configure_short_run(metrics=["accuracy"], evaluate={"subset": 6})
-    keys: Any = {"model": model, "data": data, "loss": compute_weighted_loss}
+    keys = {"model": model, "data": data, "loss": compute_weighted_loss}
     final = ipu_pipe.train(config, tmp_path, quiet=True, **keys)["final"]
     right = [model(batch["a"], batch["b"]).argmax(dim=1) == batch["labels"] for batch in NAMED]
     assert final["test_accuracy"] == pytest.approx(torch.cat(right)[:6].double().mean().item())

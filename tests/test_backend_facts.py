@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def make_objects(name: str) -> Dict[str, Any]:
     return {}
 
 
-SETTINGS: Dict[str, List[str]] = {
+SETTINGS = {
     "replicas that step by themselves (`local_sgd`)": ["method=local_sgd"],
     "stages that step in a drawn order (`randomized_pipedream`)": ["method=randomized_pipedream"],
     "blocks with losses of their own (`local_greedy` and others)": ["method=local_greedy"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import traceback
 import warnings
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
 
 import pytest
 import torch
@@ -23,10 +23,10 @@ from tests.support.slow import mark_slow
 CASES = 400
 # of one test
 SHARE = 25
-NESTS: List[Any] = [
+NESTS = [
     (), [None], {1: 2}, [[[]]], set(), ["3", "5"], ["3", "3"], ["nope"], [1, 2], {"count": 2}, {"names": ["3"]},
 ]  # fmt: skip
-OBJECTS: List[Any] = [
+OBJECTS = [
     object(), int, len, lambda *a: 1, Exception("x"), b"x", "cuda", torch.device("meta"), 1 + 2j, torch.tensor(1), torch.zeros(2),
     range(3), range(5, 2), range(10**18),
 ]  # fmt: skip
@@ -136,7 +136,7 @@ def run_case(seed: int) -> None:
     layers = [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), nn.Tanh()]
     model = nn.Sequential(*layers, nn.Linear(8, 4))
     is_good = r.random() >= 0.4
-    keys: Dict[str, Any] = {
+    keys = {
         "loss": cross_entropy,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         "method": r.choice(list(ipu_pipe.METHODS)),

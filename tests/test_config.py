@@ -435,7 +435,7 @@ def test_no_kind_of_value_at_any_key_ends_in_a_traceback(value: Any, empty_folde
     for place in places:
         above, _, name = place.rpartition(".")
         for key, new in [(place, value), (above, [{name: value}])][: 1 + bool(above)]:
-            keys: Dict[str, Any] = yaml.safe_load(SMALLEST)
+            keys = yaml.safe_load(SMALLEST)
             set_key(keys, key, new)
             Path("x.yaml").write_text(yaml.safe_dump(keys), encoding="utf-8")
             try:

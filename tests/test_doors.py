@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, Set
+from typing import Dict, Set
 
 import pytest
 import torch
@@ -255,7 +255,7 @@ def test_commands_import_the_documented_modules(
             file.unlink()
         return {file.name.partition("_")[2] for file in files}
 
-    imported: Dict[str, Set[str]] = {
+    imported = {
         "`predict(RUN, ...)`": set(),
         **{row: set() for row in LINES},
     }
@@ -272,7 +272,7 @@ def test_commands_import_the_documented_modules(
         imported["`predict(RUN, ...)`"] |= list_imported()
         for row, line in LINES.items():
             command, *arguments = line.replace("METHOD", values["METHOD"]).split()
-            module: Any = importlib.import_module(f"ipu_pipe.cli.{command}")
+            module = importlib.import_module(f"ipu_pipe.cli.{command}")
             result = run_here(module, *arguments, monkeypatch=monkeypatch, capsys=capsys)
             # this model has no save_pretrained, and local methods have no delay to examine
             refusals = ("export run --to folder", "stability c.yaml --curvature 1")
@@ -291,7 +291,7 @@ def test_every_command_that_reads_a_config_is_tried() -> None:
     """Story: `rehearse` was added to the commands, and neither list had it."""
     reading = set()
     for name in COMMANDS:
-        module: Any = importlib.import_module(f"ipu_pipe.cli.{name}")
+        module = importlib.import_module(f"ipu_pipe.cli.{name}")
         # a run's folder holds a config
         if {"config", "run"} & set(module.main.make_parser().list_positional()):
             reading.add(name)

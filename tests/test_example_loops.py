@@ -141,7 +141,7 @@ def test_updates_leave_as_the_page_states() -> None:
     for method, count, cell in rows:
         model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        keys: Any = {"stages": 4, "microbatches": None if method == "local_sgd" else int(count)}
+        keys = {"stages": 4, "microbatches": None if method == "local_sgd" else int(count)}
         pipe = ipu_pipe.Pipeline(model, torch.nn.functional.mse_loss, optimizer, method, **keys)
         expected = json.loads(f"[{cell.replace('] [', '], [')}]")
         left = [[update.index for update in pipe.step(batch, batch)] for _ in expected]

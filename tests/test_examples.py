@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, List
 
 import pytest
 
@@ -25,7 +25,7 @@ RUNS = [script for script in sorted(EXAMPLES.glob("*.py")) if script not in LOOP
 def run_script(words: List[str], folder: Path) -> str:
     """Run Python with these arguments in a separate process; return its standard output."""
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    how: Dict[str, Any] = {
+    how = {
         "cwd": folder,
         "env": {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         "timeout": 240,
@@ -111,7 +111,7 @@ def test_a_notebook_runs_and_prints_its_progress_as_lines(
 ) -> None:
     often = "import ipu_pipe.run.progress as p; p.LINE_SECONDS = p.EPOCH_SECONDS = 0.0"
     cells = run_notebook(EXAMPLES / "first_steps.ipynb", tmp_path, monkeypatch, often)
-    training: List[Any] = [cell for cell in cells if "throughput: " in read_output(cell, "stdout")]
+    training = [cell for cell in cells if "throughput: " in read_output(cell, "stdout")]
     assert len(training) == 1
     lines = read_output(training[0], "stdout")
     # 0.1 by chance; two epochs reach at least twice that

@@ -150,8 +150,8 @@ def test_an_exception_of_user_code_keeps_its_type_and_gets_a_line_with_its_place
     model = make_fused_model(data)
     sizes = {"micro_batch_size": 2, "gradient_accumulation": 2, "steps": 3}
     config = configure(method=method, **sizes, log={"tensorboard": False})
-    loss: Any = functools.partial(compute_failing_loss, data)
-    optimizer: Any = functools.partial(FailingSGD, data)
+    loss = functools.partial(compute_failing_loss, data)
+    optimizer = functools.partial(FailingSGD, data)
     with pytest.raises(Burnt) as error:
         train(config, out, data=data, model=model, loss=loss, optimizer=optimizer, quiet=True)
     fault = find_user_fault(error.value)
@@ -422,7 +422,7 @@ def test_replicas_wait_for_an_evaluation_as_long_as_it_progresses(
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    mail: Any = SimpleNamespace(limit=timedelta(seconds=60))
+    mail = SimpleNamespace(limit=timedelta(seconds=60))
     now = 0.0
     evaluated: List[int] = []
 

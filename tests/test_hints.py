@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, List
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def compile_in_place() -> nn.Module:
     return model
 
 
-WRAPPED: Dict[str, List[Callable[[], Any]]] = {
+WRAPPED = {
     "model: is wrapped by torch.compile: ": [lambda: torch.compile(make_flat_linear()), compile_in_place],
     # story: its hooks raised a RuntimeError
     "model: is wrapped by torch.jit: ": [lambda: torch.jit.script(make_flat_linear())],

@@ -78,11 +78,11 @@ def make_force_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), forces)
 
 
-MODELS: Dict[str, Any] = {"forces": make_force_model, "detached": Mixing}
+MODELS = {"forces": make_force_model, "detached": Mixing}
 
 
 # name -> method, microbatches, stages, arguments
-CASES: Dict[str, Tuple[str, int, List[str], Dict[str, Any]]] = {
+CASES = {
     "pipedream": ("pipedream", 1, ["b"], {}),
     "recompute": ("pipemare", 2, ["b"], {"method_args": {"recompute": {"segments": 1}}}),
     "zbv": ("zbv", 4, ["a", "b", "c"], {}),

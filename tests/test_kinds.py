@@ -25,7 +25,7 @@ from tests.support.runs import list_faults
 from tests.test_train import make_short_config
 
 X, Y = torch.randn(32, 8), torch.arange(32) % 4
-SET: Any = TensorDataset(X, Y)
+SET = TensorDataset(X, Y)
 SHORT = {"micro_batch_size": 8, "steps": 2, "log": {"tensorboard": False}}
 
 
@@ -160,7 +160,7 @@ def test_a_loader_that_gives_no_batches_is_refused(line: str, arguments: Any) ->
 
 
 def test_a_loss_may_have_weights_of_the_model_and_frozen_weights(tmp_path: Path) -> None:
-    net: Any = make_two_stage_model()
+    net = make_two_stage_model()
     how = {"model": net, "data": make_loaders(), "quiet": True, "overwrite": True}
     for weight in (net[0].bias, nn.Parameter(torch.ones(1), requires_grad=False)):
         loss = weigh_loss(weight)
@@ -183,7 +183,7 @@ def test_the_trial_of_metrics_uses_test_data_and_draws_no_random_number(tmp_path
         torch.manual_seed(3)
         net.load_state_dict(start)
         train_data, test_data = (DataLoader(SET, size, shuffle=True) for size in (8, 20))
-        how: Any = {
+        how = {
             "model": net,
             "data": ipu_pipe.from_loader(train_data, test_data),
             "quiet": True,
@@ -206,7 +206,7 @@ def test_metrics_get_labels_whatever_the_loss_takes_and_leave_the_model() -> Non
 
     net = nn.Sequential(Composed(count_call), nn.Linear(8, 8), nn.Linear(8, 4))
     seen: List[int] = []
-    metrics: Any = {"labels": lambda output, y: seen.append(y.dim()) or 1.0}
+    metrics = {"labels": lambda output, y: seen.append(y.dim()) or 1.0}
     config = ipu_pipe.configure(**SHORT, stages=["2"])
     build(config, metrics=metrics, model=net, data=make_loaders(), loss=loss)
     assert seen == [1] and not hasattr(net[0], "calls")

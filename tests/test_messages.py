@@ -183,7 +183,7 @@ def write_base(folder: Path, text: str = BASE) -> str:
 
 SETTINGS = ["lr", "momentum", "nesterov", "weight_decay"]
 # inherited file, override -> the keys of the file that are left out, and the settings that count
-LEFT_OUT: List[Any] = [
+LEFT_OUT = [
     (BASE, "optimizer.name=adamw", ["optimizer.momentum", "optimizer.nesterov"], {"lr": 0.1, "weight_decay": 0.01}),
     (BASE, "optimizer={name: adam, eps: 1.0e-6}", ["optimizer.momentum", "optimizer.nesterov"],
      {"lr": 0.1, "weight_decay": 0.01, "eps": 1e-6}),
@@ -210,7 +210,7 @@ def test_inherited_settings_of_another_optimizer_are_left_out_with_a_warning(
 
 
 # a setting that is given beside the new name, or in one file with the old one, is a fault
-STILL_FAULTS: List[Any] = [
+STILL_FAULTS = [
     (BASE, ["optimizer.name=adamw", "optimizer.momentum=0.9"], "--set .*: optimizer.momentum: "),
     (BASE, ["optimizer.momentum=0.9", "optimizer.name=adamw"], "--set .*: optimizer.momentum: "),
     (BASE, ["optimizer={name: adamw, nesterov: true}"], "--set .*: optimizer.nesterov: "),
@@ -236,7 +236,7 @@ def test_settings_beside_the_new_name_are_still_faults(
 # ---- files that extend another
 
 # extended name -> the seed of the example or file that is found, or the nearest name
-EXTENDED: Dict[str, Any] = {
+EXTENDED = {
     "mlp_digits": 0, "configs/mlp_digits.yaml": 0, "resnet20_cifar10.yaml": 5,
     "own/small": 6, "pod/pod16_resnet101_pipelined": 0, "bases.yaml": "basis.yaml", "own/smal": "own/small",
 }  # fmt: skip

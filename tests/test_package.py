@@ -131,7 +131,7 @@ def hide_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_models_come_with_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hide_models(monkeypatch, tmp_path)
-    package: Any = ModuleType("ipu_pipe.models")
+    package = ModuleType("ipu_pipe.models")
     package.__path__ = [str(ROOT / "models")]
     monkeypatch.setitem(sys.modules, "ipu_pipe.models", package)
     for name in ("mlp", "convnet"):  # the second one imports another model

@@ -69,7 +69,7 @@ def raise_in_metric(output: Any, y: Any) -> float:
     raise KeyError("mine")
 
 
-FAILING: List[Callable[[ipu_pipe.Pipeline], Any]] = [
+FAILING = [
     lambda pipe: pipe.evaluate([make_batch(9)], ["acc"]),
     lambda pipe: pipe.evaluate([make_batch(9)], 5),
     lambda pipe: pipe.evaluate(5),
@@ -127,7 +127,7 @@ def test_a_pair_without_labels_is_evaluated_by_the_models_own_loss() -> None:
 # ---- calls inside a call
 
 
-CALLS: Dict[str, Callable[[ipu_pipe.Pipeline], Any]] = {
+CALLS = {
     "step": lambda pipe: pipe.step(*make_batch(50)),
     "drain": lambda pipe: pipe.drain(),
     "evaluate": lambda pipe: pipe.evaluate([make_batch(50)]),
@@ -199,7 +199,7 @@ def test_a_fault_of_an_evaluation_counts_the_steps_of_randomized_methods() -> No
             raise ZeroDivisionError
         return cross_entropy(output, y)
 
-    keys: Dict[str, Any] = {"stages": ["2"], "microbatches": 1}
+    keys = {"stages": ["2"], "microbatches": 1}
     pipe = make_pipeline("randomized_pipedream", fail_in_evaluation, **keys)
     train(pipe, 2)
     with pytest.raises(ZeroDivisionError) as caught:
@@ -292,7 +292,7 @@ def wrap_inside(model: nn.Module, part: str) -> nn.Module:
     return model
 
 
-WRAPPED: Dict[str, Callable[[], nn.Module]] = {
+WRAPPED = {
     "module": lambda: AveragedModel(make_perceptron()),
     **{
         part: lambda part=part: wrap_inside(make_perceptron(), part)  # type: ignore[misc]
@@ -346,7 +346,7 @@ class Inside(nn.Module):
 
 
 def test_a_state_of_a_wrapped_model_is_refused_in_one_line() -> None:
-    layouts: List[Any] = [(make_perceptron, ["5"]), (Inside, ["module.5"])]
+    layouts = [(make_perceptron, ["5"]), (Inside, ["module.5"])]
     states = []
     for make_model, stages in layouts:
         pipe = make_pipeline(model=make_model(), stages=stages)
@@ -481,7 +481,7 @@ def train_a_writer(writes: str, method: str, args: Dict[str, Any], **keys: Any) 
     return flatten_weights(model)
 
 
-WRITERS: List[Tuple[str, Dict[str, Any]]] = [
+WRITERS = [
     ("pipemare", {"recompute": {"segments": 1}}),
     ("local_greedy", {}),
     ("zb_h1", {}),

@@ -105,7 +105,7 @@ def make_tied_model() -> nn.Module:
 def share_memory() -> nn.Module:
     """Make a model whose first and last layer have two parameters in one memory."""
     # no conversion is left, which would give each its own memory
-    model: Any = make_tied_model().double()
+    model = make_tied_model().double()
     model.c.weight = nn.Parameter(model.a.weight.data)
     return model  # type: ignore[no-any-return]
 
@@ -150,7 +150,7 @@ def set_args(method: str, **keys: Any) -> Dict[str, Any]:
     return {"method": method, "method_args": keys}
 
 
-REFUSED: Dict[str, Refusal] = {
+REFUSED = {
     # by the method's table and the sizes
     "stash": Refusal(set_args("gpipe", stash=True), "method_args.stash: True"),
     "turn": Refusal(set_args("pipemare", schedule="1f1b", turn=1), "method_args.turn: 1"),
@@ -316,7 +316,7 @@ REFUSED: Dict[str, Refusal] = {
     "weight": Refusal({"loss_weight": "words"}, "loss_weight: words"),
 }
 # on processes alone
-ON_PROCESSES: Dict[str, Refusal] = {
+ON_PROCESSES = {
     "no pipeline": Refusal({"method": "randomized_pipedream"}, "method: randomized"),
     "drawn delays": Refusal(
         set_args("pipemare", hogwild={"max": 4, "mean": 2}), "method_args.hogwild"
@@ -502,7 +502,7 @@ SPARSE = FLOATS.to_sparse()
 GREEDY = "local_greedy"
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 # arguments, and the line: its beginning, what is wrong, the remedy
-OF_ARGUMENTS: List[Any] = [
+OF_ARGUMENTS = [
     ({"backend_args": {"program": "slot"}}, "backend_args.program: slot: belongs to backend xla, not emulator"),
     ({"backend_args": {"tf32": True}}, "backend_args.tf32: True: belongs to device cuda, not cpu"),
     ({"backend_args": {"tf32": "yes"}}, "backend_args.tf32: yes: must be a valid boolean"),

@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, List
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def name_objects(where: str, how: str, after: int = 0) -> List[str]:
 # ---- code
 
 # misbehaving object -> exit code, and a part of the line
-MISBEHAVING: Dict[Any, Any] = {
+MISBEHAVING = {
     # these once ended in a traceback
     ("forward", "cancelled", 2): (1, "CancelledError"),
     ("forward", "unprintable", 2): (1, "Unprintable: (its message cannot be formatted: ValueError)"),
@@ -163,7 +163,7 @@ def test_only_regular_files_of_a_bounded_size_are_opened(kind: str, tmp_path: Pa
 def call_command(line: str, path: str) -> None:
     """Call a command of `ipu_pipe.cli` on this path."""
     tool, *words = line.replace("CONFIG", DIGITS).split()
-    module: Any = importlib.import_module(f"ipu_pipe.cli.{tool}")
+    module = importlib.import_module(f"ipu_pipe.cli.{tool}")
     module.main([word.replace("PATH", path) for word in words])
 
 
@@ -208,7 +208,7 @@ COMMANDS = [
     "schedule rows --stages 2 --microbatches 4 --file PATH", "fetch_data mnist --root PATH", "collect CONFIG --out PATH",
     "compare CONFIG --out PATH", "check --to PATH/file", "measure_hardware --out PATH/file.yaml",
 ]  # fmt: skip
-CALLS: Dict[str, Callable[[str], Any]] = {
+CALLS = {
     "train": lambda name: ipu_pipe.train(make_short_config(), name),
     "train, a path": lambda name: ipu_pipe.train(make_short_config(), Path(name)),
     "load_config": lambda name: ipu_pipe.load_config(name),
@@ -244,7 +244,7 @@ def test_a_path_must_be_encodable_by_the_system(text: str) -> None:
 
 # ---- state dicts and manifests
 
-STATE_DICTS: Dict[str, Callable[[], Any]] = {
+STATE_DICTS = {
     "3: is a key of type int": lambda: {3: torch.zeros(1)},
     "w: is sparse_csr": lambda: {"w": torch.eye(2).to_sparse_csr()},
     "w: is quantized": lambda: {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
@@ -280,12 +280,12 @@ POSITION = {
     "best_step": None,
 }
 PLATEAU = {"rate": 0.1, "best": None, "num_bad_epochs": 0, "cooldown_counter": 0, "last_epoch": 2}
-WHOLE: Dict[str, Any] = {
+WHOLE = {
     "schema": 3, "step": 4, "updates": 6, "keys": {"a.b": [1, None]}, "position": POSITION, "optimizer": {"w/hist": [1]},
     "callbacks": [{"name": "C", "state": None}], "files": {"model.safetensors": "0" * 64}, "of a later version": 1,
 }  # fmt: skip
 # changed key -> a wrong value, and the place that the fault names
-FORGED: List[Any] = [
+FORGED = [
     ("files", [1], "files: "), ("files", None, "files: "), ("files", {"../model.safetensors": "0"}, "files: ../model"),
     ("files", {"..": "0"}, "files: .."), ("files", {"model.safetensors": 3}, "files.model.safetensors"),
     ("optimizer", "x", "optimizer: x"), ("keys", 3, "keys: 3"), ("callbacks", ["x"], "callbacks.0: x"),
