@@ -110,25 +110,15 @@ def test_the_record_runs_no_program_of_the_repository(door: str, tmp_path: Path)
     assert marker.exists()
 
 
-@pytest.mark.parametrize(
-    "setting, value",
-    mark_slow(
-        [
-            ("core.fileMode", "true"),
-            ("core.autocrlf", "true"),
-            ("core.fileMode", "false"),
-            ("core.eol", "crlf"),
-        ],
-        lambda pair: pair == ("core.fileMode", "true"),
-    ),
-)
-def test_the_settings_of_a_repository_decide_what_has_changed(
-    setting: str, value: str, tmp_path: Path
-) -> None:
+SETTINGS = ["core.fileMode true", "core.autocrlf true", "core.fileMode false", "core.eol crlf"]
+
+
+@pytest.mark.parametrize("setting", mark_slow(SETTINGS, SETTINGS[0].__eq__))
+def test_the_settings_of_a_repository_decide_what_has_changed(setting: str, tmp_path: Path) -> None:
     """Check the answer against `git status` in the repository, for every setting on which it depends."""
     folder = tmp_path / "r"
     make_repository(folder)
-    run_git(folder, "config", setting, value)
+    run_git(folder, "config", *setting.split())
     answers = []
 
     def compare() -> None:

@@ -264,45 +264,40 @@ def find_free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def join_and_report(rank: int, world: int, port: int, faults: Any, how: Dict[str, Any]) -> None:
+def join_and_report(
+    rank: int, ranks: Sequence[int], port: int, faults: Any, how: Dict[str, Any]
+) -> None:
     """Join a group as one rank of a launcher without a store of its own, and report the fault."""
+    if rank not in ranks:
+        os._exit(0)
     lost_ranks.WARM_UP = 0.0
     launch.ANSWER = how.get("answer", 30.0)  # both in this fork alone
     variables = {"MASTER_ADDR": how.get("address", "127.0.0.1"), "TORCHELASTIC_USE_AGENT_STORE": "False"}  # fmt: skip
-    os.environ.update(forked.make_rank_environment(rank, world, port), **variables)
+    os.environ.update(forked.make_rank_environment(rank, 2, port), **variables)
     deadline, seed = how.get("deadline", 1.0), how.get("seeds", (0, 0))[rank]
     sets = ["backend.name=distributed", f"backend.deadline={deadline}", f"seed={seed}"]
     try:
         launch.join(load_config(DIGITS, sets), {})
     except (BadInput, RunFault) as error:
-        faults.put((rank, type(error).__name__, str(error)))
+        faults.put((type(error).__name__, str(error)))
     os._exit(0)
 
 
-def join_ranks(ranks: Sequence[int], port: int = 0, **how: Any) -> Dict[int, Tuple[str, str]]:
+def join_ranks(ranks: Sequence[int], port: int = 0, **how: Any) -> List[Tuple[str, str]]:
     """Let ranks join a group of two, each in a fork. Return the kind and the line of each rank's
     fault."""
-    fork = multiprocessing.get_context("fork")
-    faults, port = fork.SimpleQueue(), port or find_free_port()
-    processes = [
-        fork.Process(target=join_and_report, args=(rank, 2, port, faults, how)) for rank in ranks
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(90)
-        assert process.exitcode == 0
-    reports = {}
+    faults = multiprocessing.get_context("fork").SimpleQueue()
+    forked.fork_ranks(2, join_and_report, ranks, port or find_free_port(), faults, how)
+    reports = []
     while not faults.empty():
-        rank, kind, line = faults.get()
-        reports[rank] = kind, line
+        reports.append(faults.get())
     return reports
 
 
 @needs_processes
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank_is_reported_within_the_limit(rank: int) -> None:
-    ((kind, line),) = join_ranks([rank]).values()
+    ((kind, line),) = join_ranks([rank])
     assert kind == "RunFault" and "the 2 ranks did not meet at 127.0.0.1:" in line
     assert "MASTER_PORT" in line
     # torch counts the ranks that came; without rank 0 nobody does
@@ -313,7 +308,7 @@ def test_a_missing_rank_is_reported_within_the_limit(rank: int) -> None:
 def test_ranks_with_different_requests_are_refused_with_both_values() -> None:
     faults = join_ranks([0, 1], seeds=(1, 2), deadline=60.0)
     fault = "seed: rank 0 has 1, rank 1 has 2: must be the same on all ranks"
-    assert faults == dict.fromkeys(range(2), ("BadInput", fault))
+    assert faults == [("BadInput", fault)] * 2
     # where a rank's data are may differ
     first, second = (
         make_request(load_config(DIGITS, [f"data.root=/node{i}"]), {"--out": Path(f"{i}")})
@@ -355,8 +350,7 @@ def test_a_rank_0_that_is_unknown_or_does_not_answer_is_reported() -> None:
             (join_ranks([1], port, answer=0.5), ["no answer", f"127.0.0.1:{port}"]),
             (join_ranks([1], address="no.such.host.invalid"), ["no.such.host.invalid"]),
         ]
-    for reports, words in rows:
-        ((kind, line),) = reports.values()
+    for ((kind, line),), words in rows:
         assert kind == "RunFault" and all(word in line for word in words)
 
 

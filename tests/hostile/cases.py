@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
+import yaml
+
 # Digits in a few updates: the smallest run that has stages, delays, an evaluation and checkpoints.
 BASE: Dict[str, Any] = {
     "model": {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 16, "layers": 4, "classes": 10}},
@@ -67,6 +69,12 @@ JUNK = [
     b"[" * 600,
     b"{" * 600,
 ]
+
+
+def write_config(folder: Path, **changes: Any) -> None:
+    """Write the base config with changed keys as config.yaml."""
+    text = yaml.safe_dump({**BASE, **changes}, sort_keys=False)
+    (folder / "config.yaml").write_text(text)
 
 
 def draw_value(rng: random.Random) -> Any:

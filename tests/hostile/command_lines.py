@@ -7,10 +7,8 @@ import random
 from pathlib import Path
 from typing import List
 
-import yaml
-
 from ipu_pipe.schedule.methods import METHODS
-from tests.hostile.cases import BASE, Bases, Case, draw_word
+from tests.hostile.cases import Bases, Case, draw_word, write_config
 from tests.hostile.configs import HARMLESS, SNIPPETS
 
 TRAIN = [
@@ -55,7 +53,7 @@ def make_command_line_case(rng: random.Random, folder: Path, bases: Bases) -> Ca
                     rng.choice(["1", "2", "4", "json", "csv", "0:4", "true", draw_word(rng)])
                 )
         return Case("schedule", argv, "an odd command line")
-    (folder / "config.yaml").write_text(yaml.safe_dump(BASE, sort_keys=False))
+    write_config(folder)
     config = rng.choice(["config.yaml"] * 8 + ["", ".", "/dev/null", "gone.yaml", draw_word(rng)])
     words: List[str] = [config, "--dry-run"]
     for _ in range(rng.choice([1, 1, 2, 3])):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import shutil
 from pathlib import Path
 from typing import Any, Dict
 
-import yaml
-
-from tests.hostile.cases import BASE, Bases, Case, damage_file
+from tests.hostile.cases import Bases, Case, damage_file, write_config
 from tests.hostile.checkpoints import LAST
 
 
@@ -27,12 +24,13 @@ def _write_images(root: Path, rng: random.Random) -> None:
 
 def make_data_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Make a case of a run that reads a damaged file."""
-    config: Dict[str, Any] = copy.deepcopy(BASE)
+    config: Dict[str, Any] = {}
     if rng.random() < 0.5:
         _write_images(folder / "images", rng)
-        config["data"] = {"name": "image_folder", "root": "images", "size": 8}
-        config["model"]["args"].update(inputs=192, classes=2)
-        config.update(micro_batch_size=2, gradient_accumulation=2, method="gpipe")
+        config = {
+            "data": {"name": "image_folder", "root": "images", "size": 8}, "micro_batch_size": 2, "gradient_accumulation": 2,
+            "method": "gpipe", "model": {"entry": "models.mlp:mlp", "args": {"inputs": 192, "layers": 4, "classes": 2}},
+        }  # fmt: skip
         files = sorted(path for path in (folder / "images").rglob("*") if path.is_file())
         mutation = damage_file(rng.choice(files), rng)
         if rng.random() < 0.2:
@@ -52,7 +50,7 @@ def make_data_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
             shutil.copyfile(source, file)
         mutation = damage_file(file, rng)
         config["init_from"] = file.name
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    write_config(folder, **config)
     run = ["--out", "run", "--set", "steps=2"]
     argv = ["config.yaml", *(["--dry-run"] if rng.random() < 0.5 else run)]
     return Case("train", argv, mutation)

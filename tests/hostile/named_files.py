@@ -5,15 +5,12 @@ tests/test_user_faults.py passes paths that no file can have.
 
 from __future__ import annotations
 
-import copy
 import random
 import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-import yaml
-
-from tests.hostile.cases import BASE, IRREGULAR, Bases, Case, replace_file
+from tests.hostile.cases import IRREGULAR, Bases, Case, replace_file, write_config
 
 ROWS, DRY_RUN = "--stages 4 --microbatches 4", "train config.yaml --dry-run --set"
 # command lines that read FILE, and the suffix that they expect
@@ -60,7 +57,7 @@ USERS_OF_RUN = [
 
 def make_named_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Make a case of a command that reads something which is not a regular file."""
-    config: Dict[str, Any] = copy.deepcopy(BASE)
+    config: Dict[str, Any] = {}
     odd, how = rng.choice(IRREGULAR), rng.random()
     if how < 0.6:
         line, suffix = rng.choice(READERS)
@@ -79,5 +76,5 @@ def make_named_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case
         shutil.copytree(bases.run, folder / "run")
         mutation = replace_file(folder / "run" / rng.choice(OF_RUN), odd)
         tool, *argv = rng.choice(USERS_OF_RUN).split()
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    write_config(folder, **config)
     return Case(tool, argv, mutation)

@@ -18,8 +18,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
-import yaml
-
 from ipu_pipe.errors import run_command
 from tests.hostile import (
     checkpoints,
@@ -34,7 +32,7 @@ from tests.hostile import (
     user_code,
     weights,
 )
-from tests.hostile.cases import BASE, Bases, Case, CaseMaker
+from tests.hostile.cases import Bases, Case, CaseMaker, write_config
 
 KINDS: Dict[str, CaseMaker] = {
     "configs": configs.make_config_case,
@@ -101,7 +99,7 @@ def import_everything() -> None:
 def make_bases(scratch: Path) -> Bases:
     """Train the run that cases damage; return its folder at the end and as it was after update 4."""
     bases = Bases(scratch / "interrupted", scratch / "finished")
-    (scratch / "config.yaml").write_text(yaml.safe_dump(BASE, sort_keys=False))
+    write_config(scratch)
     config = str(scratch / "config.yaml")
 
     def run(*argv: str) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from pathlib import Path
-
-import yaml
+from typing import Any, Dict
 
 from ipu_pipe.run.callbacks import HOOKS
-from tests.hostile.cases import BASE, Bases, Case
+from tests.hostile.cases import BASE, Bases, Case, write_config
 from tests.hostile.faulty import HOW, RAISING
 
 PLACES = [
@@ -23,28 +21,26 @@ OF_MODULES = ("state_dict", "load_state_dict")
 
 def make_user_code_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Make a case of a run with one misbehaving object."""
-    config = copy.deepcopy(BASE)
     how = rng.choice([*HOW, "signature", "signature", "signature"])
     after = rng.choice([0, 0, 1, 2, 5, 9, 30])
-    config.update(method="pipedream", stages=2, gradient_accumulation=2, steps=4)
     if rng.random() < 0.4:
         where = rng.choice([*HOOKS, "state", "load"])
         args = {"where": where, "how": how, "after": after % 3}
-        config["callbacks"] = [{"entry": f"{FAULTY}:make_callback", "args": args}]
+        objects: Dict[str, Any] = {
+            "callbacks": [{"entry": f"{FAULTY}:make_callback", "args": args}]
+        }
     else:
         where = rng.choice(PLACES)
         how = rng.choice([*RAISING]) if where in OF_MODULES else how
         args = {"where": where, "how": how, "after": after}
-        config["model"] = {"entry": f"{FAULTY}:Model", "args": args}
-        config.update(
-            data={"name": f"{FAULTY}:make_faulty_data"},
-            loss=f"{FAULTY}:loss",
-            metrics=[f"{FAULTY}:metric"],
-        )
-        config["optimizer"] = {"name": f"{FAULTY}:Optimizer", "lr": 0.1}
-        config["lr_schedule"] = {"name": f"{FAULTY}:make_scheduler"}
-    config["checkpoint"]["background"] = rng.random() < 0.5
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        objects = {
+            "model": {"entry": f"{FAULTY}:Model", "args": args}, "data": {"name": f"{FAULTY}:make_faulty_data"},
+            "loss": f"{FAULTY}:loss", "metrics": [f"{FAULTY}:metric"], "optimizer": {"name": f"{FAULTY}:Optimizer", "lr": 0.1},
+            "lr_schedule": {"name": f"{FAULTY}:make_scheduler"},
+        }  # fmt: skip
+    checkpoint = {**BASE["checkpoint"], "background": rng.random() < 0.5}
+    sizes = {"stages": 2, "gradient_accumulation": 2, "steps": 4}
+    write_config(folder, checkpoint=checkpoint, **sizes, **objects)
     argv = ["config.yaml", "--out", "run"]
     if rng.random() < 0.2:
         argv = ["config.yaml", "--dry-run"]

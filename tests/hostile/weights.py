@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
 import torch
-import yaml
 
-from tests.hostile.cases import BASE, TEXTS, Bases, Case
+from tests.hostile.cases import TEXTS, Bases, Case, write_config
 from tests.hostile.checkpoints import LAST
 
 KEYS: List[Any] = [3, -1, 0, True, None, 1.5, (1, 2), (), b"weight", ("a", "b"), *TEXTS]
@@ -72,11 +70,11 @@ def make_weights_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     # PyTorch does not save every kind of tensor
     except Exception:
         torch.save({}, folder / "w.pt")
-    config = copy.deepcopy(BASE)
+    config: Dict[str, Any] = {}
     argv = ["config.yaml", "--evaluate", "w.pt"]
     if rng.random() < 0.5:
         config["init_from"] = rng.choice(["w.pt", {"path": "w.pt", "strict": False}])
         run = ["--out", "r", "--set", "steps=2"]
         argv = ["config.yaml", *(["--dry-run"] if rng.random() < 0.5 else run)]
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    write_config(folder, **config)
     return Case("train", argv, mutation)
