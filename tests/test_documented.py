@@ -38,10 +38,8 @@ COMMANDS = list_short_commands()
 
 
 def test_the_documented_commands_are_found() -> None:
-    assert 5 <= len(COMMANDS) <= 20
-    assert any("method=pipemare" in command.words for command in COMMANDS)
-    assert any(command.launcher for command in COMMANDS)
     assert {command.page for command in COMMANDS} >= {"README.md", "docs/rules.md", "train --help"}
+    assert any(command.launcher for command in COMMANDS)
     pages = {command.page for command in list_commands()}
     assert {"docs/ipu.md", "docs/tutorials/your_own_model.md"} <= pages
 
