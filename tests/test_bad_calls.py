@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import traceback
 import warnings
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import torch
@@ -58,75 +58,47 @@ def draw_arguments(r: random.Random) -> Dict[str, Any]:
     return keys
 
 
-class OddCaller:
-    """Make odd calls of a pipeline, with a batch and two odd values."""
+def draw_call(pipe: Any, x: torch.Tensor, y: torch.Tensor, r: random.Random) -> Callable[[], Any]:
+    """Draw a call of a pipeline with odd values, or with its batch in another form."""
+    v, z = r.choice(ODD), r.choice(ODD)
+    count, optimizer = pipe.microbatches, pipe.optimizer
+    xs = [x, v, {"x": x}, [x], x[:1], x.long(), x.double(), x.to_sparse(), x[:0], x.T, x[None]]
+    ys = [y, z, y.float(), y[:1], y - 9, y + 99, y.bool()]
+    pairs = [v, [v] * count, [(v, z)] * count, [(x, y)] * (count + 1), iter([(x, y)])]
+    batches = [v, [v], [(v, z)], [(x, y)], [(x, y, 1)], []]
+    name = v if isinstance(v, (str, int, float)) else "q"
+    metrics = [None, v, [v], {"a": v}, {name: "accuracy"}, ["accuracy"], [lambda o, y: z]]
+    setting = r.choice(["lr", "momentum", "weight_decay", "dampening", "zzz"])
+    changes = [
+        lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
+        lambda: optimizer.param_groups.clear(),
+        lambda: optimizer.param_groups.append({}),
+        lambda: optimizer.param_groups[0]["params"].pop(),
+        lambda: [group.update({setting: v}) for group in optimizer.param_groups],
+        lambda: pipe.on_update(v),
+    ]
 
-    def __init__(self, pipe: Any, samples: int, r: random.Random) -> None:
-        self.pipe, self.r = pipe, r
-        self.x, self.y = torch.randn(samples, 6), torch.randint(0, 4, (samples,))
-        self.draw()
+    def step_after_a_change() -> None:
+        r.choice(changes)()
+        pipe.step(x, y)
+        pipe.step(x, y)
 
-    def draw(self) -> None:
-        """Draw other odd values."""
-        self.v, self.z = self.r.choice(ODD), self.r.choice(ODD)
-
-    def step(self) -> None:
-        x, y = self.x, self.y
-        xs = [x, self.v, {"x": x}, [x], x[:1], x.long(), x.double(), x.to_sparse(), x[:0], x.T]
-        ys = [y, self.z, y.float(), y[:1], y - 9, y + 99, y.bool()]
-        self.pipe.step(self.r.choice([*xs, x.expand(2, *x.shape)]), self.r.choice(ys))
-
-    def step_by_microbatches(self) -> None:
-        v, good, count = self.v, (self.x, self.y), self.pipe.microbatches
-        pairs = [v, [v] * count, [(v, self.z)] * count, [good] * (count + 1), iter([good])]
-        self.pipe.step(microbatches=self.r.choice(pairs))
-
-    def evaluate(self) -> None:
-        v, good = self.v, (self.x, self.y)
-        name = v if isinstance(v, (str, int, float)) else "q"
-        metrics = [None, v, [v], {"a": v}, {name: "accuracy"}, ["accuracy"], [lambda o, y: self.z]]
-        batches = [v, [v], [(v, self.z)], [good], [(*good, 1)], []]
-        self.pipe.evaluate(self.r.choice(batches), self.r.choice(metrics))
-
-    def predict(self) -> None:
-        x = self.x
-        self.pipe.predict(self.r.choice([self.v, x, x[0], [x, x], {"input": x}, x[:0]]))
-
-    def hold(self) -> None:
-        with self.pipe.whole_model(everywhere=self.v):
+    def hold_whole_model() -> None:
+        with pipe.whole_model(everywhere=v):
             pass
 
-    def save(self) -> None:
-        self.pipe.state_dict(drain=self.r.random() < 0.5, sharded=self.r.random() < 0.5)
-
-    def call_back(self) -> None:
-        self.pipe.on_update(self.v)
-        self.pipe.step(self.x, self.y)
-
-    def change_settings(self) -> None:
-        key = self.r.choice(["lr", "momentum", "weight_decay", "dampening", "zzz"])
-        for group in self.pipe.optimizer.param_groups:
-            group[key] = self.v
-        for _ in range(2):
-            self.pipe.step(self.x, self.y)
-
-    def change_groups(self) -> None:
-        optimizer = self.pipe.optimizer
-        changes = [
-            lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
-            optimizer.param_groups.clear,
-            lambda: optimizer.param_groups.append({}),
-            optimizer.param_groups[0]["params"].pop,
-        ]
-        self.r.choice(changes)()
-        self.pipe.step(self.x, self.y)
-
-    def trace(self) -> None:
-        self.pipe.trace()
-
-
-ACTS = [OddCaller.step, OddCaller.step, OddCaller.step_by_microbatches, OddCaller.evaluate, OddCaller.predict, OddCaller.hold,
-        OddCaller.save, OddCaller.call_back, OddCaller.change_settings, OddCaller.change_groups, OddCaller.trace]  # fmt: skip
+    acts: List[Callable[[], Any]] = [
+        lambda: pipe.step(r.choice(xs), r.choice(ys)),
+        lambda: pipe.step(microbatches=r.choice(pairs)),
+        lambda: pipe.evaluate(r.choice(batches), r.choice(metrics)),
+        lambda: pipe.predict(r.choice([*xs, [x, x], x[0]])),
+        lambda: pipe.state_dict(drain=r.random() < 0.5, sharded=r.random() < 0.5),
+        pipe.trace,
+        hold_whole_model,
+        step_after_a_change,
+        step_after_a_change,
+    ]
+    return r.choice(acts)
 
 
 def run_case(seed: int) -> None:
@@ -148,13 +120,10 @@ def run_case(seed: int) -> None:
         samples = max(1, pipe.microbatches) * 2
         if samples > MOST_SAMPLES:
             return
-        caller = OddCaller(pipe, samples, r)
+        x, y = torch.randn(samples, 6), torch.randint(0, 4, (samples,))
         for _ in range(r.choice([1, 2, 3]) if is_good else 2):
-            if is_good:
-                r.choice(ACTS)(caller)
-                caller.draw()
-            else:
-                pipe.step(caller.x, caller.y)
+            call = draw_call(pipe, x, y, r) if is_good else lambda: pipe.step(x, y)
+            call()
         pipe.close()
     finally:
         pipe.abort()

@@ -5,16 +5,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import List
 
 import pytest
 import torch
 
 import ipu_pipe
-from tests.support.runs import assert_same
 from tests.support.slow import mark_slow
 from tests.test_examples import EXAMPLES, run_script
 from tools.documented import list_blocks
@@ -94,33 +91,6 @@ def test_three_lines_make_a_pipeline_of_a_loop() -> None:
     # README shows the changed lines
     (shown,) = re.findall(r"```diff\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.S)
     assert sorted(shown.splitlines()) == sorted(changed)
-
-
-def train_in_place(folder: Path, name: str, changes: Dict[str, str]) -> Dict[str, Any]:
-    """Run a loop with some of its text changed, for two epochs, and return its weights."""
-    text = "\n".join(read_loop(name))
-    for old, new in changes.items():
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    script = folder / f"{name}.py"
-    script.write_text(text.replace("range(epochs)", "range(2)"), encoding="utf-8")
-    return dict(runpy.run_path(str(script))["model"].state_dict())
-
-
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_with_gpipe_the_weights_equal_the_plain_loops(
-    microbatches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are equal bit for bit; with several microbatches the plain loop accumulates their gradients in the same order."""
-    monkeypatch.setattr(sys, "argv", ["loop"])
-    n = microbatches
-    accumulation = {
-        "        loss = cross_entropy(model(x), y)\n": f"        for a, b in zip(x.chunk({n}), y.chunk({n})):\n",
-        "        loss.backward()": f"            (cross_entropy(model(a), b) / {n}).backward()",
-    }
-    plain = train_in_place(tmp_path, "plain_loop", accumulation)
-    method = {'"pipemare"': '"gpipe"', "microbatches=4": f"microbatches={n}"}
-    assert_same(plain, train_in_place(tmp_path, "own_loop", method))
 
 
 # ---- docs/own_loop.md

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Iterator
 
 import pytest
 
@@ -91,42 +91,36 @@ def test_readmes_commands_work_in_an_empty_home(tmp_path: Path) -> None:
         assert re.search(EXPECTED[words[1]], printed), f"{' '.join(words)}: {printed}"
 
 
-class Step(NamedTuple):
-    """A command of a guide, and the text that the page shows as its output: "" for none, `...` for
-    anything."""
-
-    words: list[str]
-    shown: str = ""
-
-    def matches(self, printed: str) -> bool:
-        """Return whether what was printed has the text that the page shows."""
-        lines = "\n".join(line.rstrip() for line in printed.splitlines())
-        pattern = re.escape(self.shown.strip()).replace(re.escape("..."), ".*?")
-        return re.search(pattern, lines, re.DOTALL) is not None
+def matches(shown: str, printed: str) -> bool:
+    """Return whether what was printed has the text that a page shows, where `...` is anything."""
+    lines = "\n".join(line.rstrip() for line in printed.splitlines())
+    pattern = re.escape(shown.strip()).replace(re.escape("..."), ".*?")
+    return re.search(pattern, lines, re.DOTALL) is not None
 
 
-def list_steps(page: Path, folder: Path) -> Iterator[Step]:
-    """Yield the steps of a page in order; write its files, and its session as session.py, first."""
+def list_steps(page: Path, folder: Path) -> Iterator[tuple[list[str], str]]:
+    """Yield the commands of a page in order, each with the text that the page shows as its output, ""
+    for none; write its files, and its session as session.py, first."""
     blocks = list_blocks(page)
     session = "".join(
         block.text for block in blocks if block.language == "python" and not block.file
     )
     if session:
         (folder / "session.py").write_text(session, encoding="utf-8")
-        yield Step(["python", "session.py"])
+        yield ["python", "session.py"], ""
     for block, after in zip(blocks, [*blocks[1:], None]):
         if block.file:
             (folder / block.file).write_text(block.text, encoding="utf-8")
         elif block.language == "bash":
             *first, last = split_commands(block.text)
-            yield from map(Step, first)
+            yield from ((words, "") for words in first)
             shown = after.text if after and after.language == "text" else ""
             # commands for a machine with IPUs, or with their output
-            yield Step(last, "" if shown.startswith(("$ ", "ipu-pipe ")) else shown)
+            yield last, "" if shown.startswith(("$ ", "ipu-pipe ")) else shown
         elif block.text.startswith("$ "):
             for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
                 command, _, shown = part.partition("\n")
-                yield Step(shlex.split(command), shown)
+                yield shlex.split(command), shown
 
 
 # guide -> what each step prints besides the text that the page shows; None: not run here
@@ -174,8 +168,8 @@ def test_each_step_of_a_guide_says_what_the_page_shows(page: str, tmp_path: Path
     newcomer = Newcomer(tmp_path)
     steps = list(list_steps(ROOT / "docs" / page, newcomer.folder))
     assert len(steps) == len(STEPS[page])
-    for step, expected in zip(steps, STEPS[page]):
+    for (words, shown), expected in zip(steps, STEPS[page]):
         if expected is not None:
-            printed = newcomer.run(step.words, 2 if step.shown.startswith("error: ") else 0)
-            assert re.search(expected, printed, re.DOTALL), f"{step.words}: {printed}"
-            assert step.matches(printed), f"{step.words}: {printed}"
+            printed = newcomer.run(words, 2 if shown.startswith("error: ") else 0)
+            assert re.search(expected, printed, re.DOTALL), f"{words}: {printed}"
+            assert matches(shown, printed), f"{words}: {printed}"

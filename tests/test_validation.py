@@ -26,7 +26,7 @@ from tests.support.runs import (
     read_numbers,
     read_summary,
 )
-from tests.test_processes import train_digits_on_both, train_digits_on_ranks
+from tests.test_processes import train_digits_on_ranks
 
 SETS = [
     "method=pipedream", "stages=2", "gradient_accumulation=4", "data.validation=0.25", "data.subset=512", "data.test_subset=64",
@@ -206,17 +206,15 @@ def test_rates_are_those_of_torchs_scheduler_after_each_evaluation(
 
 
 @pytest.mark.slow
-def test_a_resume_continues_it_and_processes_have_its_rates(tmp_path: Path) -> None:
-    cut, whole, one = (tmp_path / name for name in ("cut", "whole", "one"))
+def test_a_resume_continues_it(tmp_path: Path) -> None:
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
     plateau = f"lr_schedule={{name: plateau, warmup_steps: 3, args: {ARGS}}}"
     train_with_sets(cut, "steps=6", plateau)
     train_with_sets(cut, "steps=12", plateau, resume=True)
     train_with_sets(whole, "steps=12", plateau)
-    assert read_column(cut, "lr") == read_column(whole, "lr")
+    rates = read_column(whole, "lr")
+    assert read_column(cut, "lr") == rates and len({*rates}) > 4
     assert_same_state(cut, whole, 12)
-    sets = ["stages=2", "gradient_accumulation=1", "evaluate.steps=2", "log.every=1", plateau]
-    train_digits_on_both(tmp_path, 2, "method=spectrain", *sets)
-    assert len({*read_column(one, "lr")}) > 4
 
 
 BAD_PLATEAUS = {

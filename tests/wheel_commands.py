@@ -61,9 +61,6 @@ def main():
         )  # fmt: skip
         for command in commands:
             run_installed(COMMAND, command, "--help", expected_output=f"usage: ipu-pipe {command}")
-            assert command in run_installed(COMMAND, "--help").replace("\n", "").replace(" ", ""), (
-                command
-            )
         run_installed(COMMAND, "completion", "bash", code=2, expected_output="pip install shtab")
         schedule = json.loads(run_words("schedule gpipe --stages 3 --microbatches 4 --format json"))
         assert schedule["slots"] == 12, schedule["slots"]
@@ -75,8 +72,6 @@ def main():
         run_words("export runs/digits --to digits.safetensors", expected_output="step-4")
         run_words(again, code=2, expected_output="--overwrite")
         assert run_words(f"{again} --overwrite --quiet") == ""
-        none = "configs/none.yaml"
-        run_words(f"train {none}", code=2, expected_output=f"{none}: no such config file")
         missing = f"train resnet20_cifar10 --set data.root={folder}"
         run_words(missing, code=2, expected_output="ipu-pipe fetch-data cifar10")
         dry_run = ("-m", "ipu_pipe", "train", "resnet50_ipu4", "--dry-run")

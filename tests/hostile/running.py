@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
+from ipu_pipe.cli import COMMANDS
 from ipu_pipe.errors import run_command
 from tests.hostile import (
     checkpoints,
@@ -54,10 +55,6 @@ TURN = (
     *("configs", "command_lines", "checkpoints", "data_files", "commands"),
     *("weights", "manifests", "named_files", "user_code", "user_code"),
 )
-TOOLS = (
-    *("train", "schedule", "analyze", "plan", "collect", "measure_hardware"),
-    *("fetch_data", "completion", "export", "rehearse", "check"),
-)
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60  # of a case
 MORE_MEMORY = 3 * 2**30  # address space of a case beyond what the imports take, in bytes
@@ -86,14 +83,20 @@ def import_everything() -> None:
     import torch
 
     torch.set_num_threads(1)
-    commands = [f"ipu_pipe.cli.{tool}" for tool in TOOLS]
-    for name in ("sklearn.datasets", "PIL.Image", "torch.utils.tensorboard", *commands):
+    # not xla's: its threads would not survive a fork
+    parts = (
+        "report.summary",
+        "run.train",
+        "run.stability",
+        "backends.emulator.engine",
+        "data.sets",
+    )
+    ours = [f"ipu_pipe.{part}" for part in (*parts, *(f"cli.{command}" for command in COMMANDS))]
+    tools = ["models.mlp", "tools.reproduce", "tools.experiments.catalogue"]
+    for name in ("sklearn.datasets", "PIL.Image", "torch.utils.tensorboard", *tools, *ours):
+        # an optional package may be absent
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    for name in ("report.summary", "run.train", "run.stability", "backends.table"):
-        importlib.import_module(f"ipu_pipe.{name}")
-    for name in ("models.mlp", "tools.reproduce", "tools.stability", "tools.experiments.catalogue"):
-        importlib.import_module(name)
 
 
 def make_bases(scratch: Path) -> Bases:
@@ -121,12 +124,6 @@ def _run_base_case(case: Case, folder: Path) -> str:
     code, output, error_output = _wait_for_child(child, 10 * SECONDS)
     if code != 0:
         raise RuntimeError(f"a base run failed: {case.argv}: exit code {code}: {error_output}")
-    for name in (
-        Path(f"{child.out}.modules").read_text().split()
-    ):  # import what the base run imported, for all later forks
-        if name not in sys.modules and "." in name:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
     return output
 
 
@@ -176,8 +173,6 @@ def _run_in_child(case: Case, folder: Path, out: Path) -> NoReturn:
         traceback.print_exc()
     finally:
         with contextlib.suppress(BaseException):
-            if out.name == ".base":
-                Path(f"{out}.modules").write_text("\n".join(sys.modules))
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
@@ -186,7 +181,7 @@ def _run_in_child(case: Case, folder: Path, out: Path) -> NoReturn:
 def _find_main(tool: str) -> Callable[[], None]:
     if tool == "predict":
         return commands.predict_run
-    module = f"ipu_pipe.cli.{tool}" if tool in TOOLS else f"tools.{tool}"
+    module = f"ipu_pipe.cli.{tool}" if tool in COMMANDS else f"tools.{tool}"
     main: Callable[[], None] = importlib.import_module(module).main
     return main
 
