@@ -35,6 +35,7 @@ from ipu_pipe.errors import BadInput, RunFault, UserFault, find_user_fault
 from ipu_pipe.launcher import Launch, read_launch
 from ipu_pipe.model.stages import begin_stage
 from ipu_pipe.run.train import train
+from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.store.folder import RunFolder, read_summary
 from tests import forked
 from tests.command_line import run_here
@@ -126,17 +127,18 @@ class FailingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-# what fails -> the method, and the place in the fault's line
+# what fails, or the method with which the forward fails -> the place in the fault's line
+FORWARD = "update 2, microbatch 4, stage 1, forward"
 CASES = {
-    "forward": ("gpipe", "update 2, microbatch 4, stage 1, forward"),
-    "backward": ("gpipe", "update 2, microbatch 4, backward"),
-    "loss": ("gpipe", "update 2, microbatch 4, stage 2, forward"),
-    "data": ("gpipe", "update 1, microbatch 3, data"),
-    "test data": ("gpipe", "evaluation before update 0"),
-    "optimizer": ("gpipe", "update 1"),
-    "planning": ("gpipe", "before training"),
-    "pipemare": ("pipemare", "update 2, microbatch 4, stage 1, forward"),
-    "local_chunked": ("local_chunked", "update 2, microbatch 4, stage 1, forward"),
+    "forward": FORWARD,
+    "backward": "update 2, microbatch 4, backward",
+    "loss": "update 2, microbatch 4, stage 2, forward",
+    "data": "update 1, microbatch 3, data",
+    "test data": "evaluation before update 0",
+    "optimizer": "update 1",
+    "planning": "before training",
+    "pipemare": FORWARD,
+    "local_chunked": FORWARD,
 }
 
 
@@ -144,8 +146,8 @@ CASES = {
 def test_an_exception_of_user_code_keeps_its_type_and_gets_a_line_with_its_place(
     name: str, tmp_path: Path
 ) -> None:
-    method, place = CASES[name]
-    where, out = "forward" if name == method else name, tmp_path / "run"
+    method, where = (name, "forward") if name in METHODS else ("gpipe", name)
+    out = tmp_path / "run"
     data = FailingData(where)
     model = make_fused_model(data)
     sizes = {"micro_batch_size": 2, "gradient_accumulation": 2, "steps": 3}
@@ -158,7 +160,7 @@ def test_an_exception_of_user_code_keeps_its_type_and_gets_a_line_with_its_place
     assert fault is not None and "\n" not in str(fault)
     lines = Path(__file__).read_text().splitlines()
     (number,) = [n for n, line in enumerate(lines, 1) if line.strip().startswith("raise Burnt(4")]
-    assert str(fault).startswith(f"{place}: Burnt: {where} 4 ({__file__}:{number}, in ")
+    assert str(fault).startswith(f"{CASES[name]}: Burnt: {where} 4 ({__file__}:{number}, in ")
     assert fault.traceback.endswith("and more\n")
     # the user's own chain of exceptions stays
     assert isinstance(error.value.__cause__, KeyError) and "deeper" in fault.traceback

@@ -85,7 +85,7 @@ def test_a_case_is_reproduced_from_its_name_alone(tmp_path: Path) -> None:
         return case, [(path.name, path.read_bytes()) for path in folder.iterdir()]
 
     for number in range(30):
-        for kind in ("configs", "command_lines"):
+        for kind in ("configs", "commands"):
             one, two = (make(kind, number, tmp_path / f"{kind}{number}{n}") for n in "ab")
             assert one == two
     assert {kind for kind, _ in list_cases(20)} == set(KINDS) and len(set(list_cases(2000))) == 2000

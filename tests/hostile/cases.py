@@ -77,6 +77,12 @@ def write_config(folder: Path, **changes: Any) -> None:
     (folder / "config.yaml").write_text(text)
 
 
+def draw_short_run(rng: random.Random) -> List[str]:
+    """Draw the command line of a dry run, or of a run of two updates."""
+    run = ["--out", "run", "--set", "steps=2"]
+    return ["config.yaml", *rng.choice([["--dry-run"], run])]
+
+
 def draw_value(rng: random.Random) -> Any:
     """Draw a plain value, mostly of a wrong type or size."""
     pool = rng.choice([HUGE, FLOATS, TEXTS, NESTED, [None, True, False]])

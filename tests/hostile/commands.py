@@ -10,6 +10,7 @@ from typing import Any, List
 
 import yaml
 
+from ipu_pipe.schedule.methods import METHODS
 from tests.hostile.cases import (
     BASE,
     Bases,
@@ -20,7 +21,7 @@ from tests.hostile.cases import (
     draw_word,
     make_odd_output,
 )
-from tests.hostile.configs import change_config
+from tests.hostile.configs import HARMLESS, SNIPPETS, change_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 HARDWARE = [
@@ -28,7 +29,11 @@ HARDWARE = [
     for file in sorted((CONFIGS / "hardware").glob("*.yaml"))
     if "extends" not in file.read_text()
 ]
-METHODS = ["gpipe", "pipedream,gpipe", "local_greedy", ","]
+LISTS = ["gpipe", "pipedream,gpipe", "local_greedy", ","]
+TRAIN = "--set --out --resume --overwrite --evaluate --against --nothing --se -x -- --out="
+SCHEDULE = (
+    "--stages --microbatches --accumulate --format --slots --drains --schedule --turn --stash -h"
+)
 # command lines, and the options of which some are added; words in capitals are drawn
 LINES = [
     ("plan CONFIG --hardware HARDWARE", "--devices --memory --batch --top --precision --methods --json"),
@@ -36,7 +41,7 @@ LINES = [
     ("plan CONFIG --hardware HARDWARE --overwrite --write OUT.yaml", "--methods"),
     ("stability CONFIG --samples 8 --iterations 9", "--samples --iterations --seed --curvature --by-stage"),
     ("stability CONFIG --samples 8 --iterations 9 --json", "--samples --iterations --seed --curvature"),
-    ("collect CONFIG --out OUT --steps 0 --methods METHODS --set steps=2 data.subset=32", "--steps --rounds --overwrite"),
+    ("collect CONFIG --out OUT --steps 0 --methods LIST --set steps=2 data.subset=32", "--steps --rounds --overwrite"),
     ("rehearse CONFIG --set steps=2 data.subset=32 hardware=HARDWARE", "--quiet"),
     # these must be refused: accepted ones would start processes
     ("reproduce EXPERIMENT --rows nothing", "--seeds --rows --jobs --json"),
@@ -45,6 +50,8 @@ LINES = [
     ("measure_hardware --out gone/x.yaml", "--threads --seconds --device"),
     ("check --to gone/x.json", "--json"),
     ("fetch_data no-WORD", ""), ("completion WORD", ""),
+    *[("train CONFIG --dry-run --set OVERRIDE OVERRIDE", TRAIN), ("train CONFIG --set OVERRIDE steps=2", TRAIN)] * 3,
+    *[("schedule METHOD --stages SIZE --microbatches SIZE", SCHEDULE)] * 3,
 ]  # fmt: skip
 
 
@@ -82,13 +89,30 @@ def _write_experiment(rng: random.Random, path: Path) -> None:
     path.write_bytes(damage_bytes(path.read_bytes(), rng))
 
 
+def _draw_override(rng: random.Random) -> str:
+    key, how = rng.choice(HARMLESS), rng.random()
+    if how < 0.2:
+        odd = [
+            "a." * 3000 + "a",
+            f"{key}.x",
+            f".{key}",
+            f"{key}.",
+            key.upper(),
+            os.fsdecode(b"\xff"),
+            draw_word(rng),
+        ]
+        key = rng.choice(odd)
+    text = rng.choice(SNIPPETS).partition(": ")[2] if how < 0.4 else draw_word(rng)
+    return f"{key}={text}".replace("\0", "")
+
+
 def _draw_options(rng: random.Random, options: str) -> List[str]:
     """Draw up to two of the options, with odd values."""
     argv, known = [], options.split()
     for option in rng.sample(known, min(len(known), rng.choice([0, 0, 0, 1, 1, 2]))):
         argv.append(option)
         for _ in range(rng.choice([0, 1, 1, 1, 1])):
-            argv.append(rng.choice(["1", "2", "8", draw_word(rng), draw_word(rng)]))
+            argv.append(rng.choice(["1", "8", "json", "0:4", draw_word(rng), draw_word(rng)]))
     return argv
 
 
@@ -101,7 +125,10 @@ def make_command_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
         "CONFIG": rng.choice(["config.yaml"] * 20 + ["all of it", draw_word(rng)]),
         "HARDWARE": rng.choice(["hardware.yaml"] * 12 + ["v100x8", "pod4", draw_word(rng)]),
         "EXPERIMENT": rng.choice(["experiment.yaml", "experiment.yaml", draw_word(rng)]),
-        "METHODS": rng.choice([*METHODS, draw_word(rng)]),
+        "LIST": rng.choice([*LISTS, draw_word(rng)]),
+        "METHOD": rng.choice([*METHODS, draw_word(rng)]),
+        "SIZE": rng.choice(["4", "8", draw_word(rng)]),
+        "OVERRIDE": _draw_override(rng),
         "WORD": draw_word(rng),
         "OUT": make_odd_output(rng, folder, "out"),
     }
@@ -109,8 +136,11 @@ def make_command_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     tool, *words = line.split()
     for name, value in drawn.items():
         words = [word.replace(name, value) for word in words]
+    words = [*_draw_options(rng, options), *words]
+    if rng.random() < 0.1:
+        rng.shuffle(words)
     mutation = f"{config_mutation}; {hardware_mutation}"
-    return Case(tool, [*_draw_options(rng, options), *words], mutation)
+    return Case(tool, words, mutation)
 
 
 def predict_run() -> None:

@@ -22,7 +22,6 @@ from ipu_pipe.cli import COMMANDS
 from ipu_pipe.errors import run_command
 from tests.hostile import (
     checkpoints,
-    command_lines,
     commands,
     configs,
     data_files,
@@ -37,7 +36,6 @@ from tests.hostile.cases import Bases, Case, CaseMaker, write_config
 
 KINDS: Dict[str, CaseMaker] = {
     "configs": configs.make_config_case,
-    "command_lines": command_lines.make_command_line_case,
     "checkpoints": checkpoints.make_checkpoint_case,
     "folders": folders.make_folder_case,
     "data_files": data_files.make_data_file_case,
@@ -50,9 +48,9 @@ KINDS: Dict[str, CaseMaker] = {
 }
 # the order of the kinds: the most cases for those with the most variants
 TURN = (
-    *("configs", "command_lines", "checkpoints", "traces", "commands"),
+    *("configs", "commands", "checkpoints", "traces", "commands"),
     *("configs", "commands", "folders", "traces", "commands"),
-    *("configs", "command_lines", "checkpoints", "data_files", "commands"),
+    *("configs", "commands", "checkpoints", "data_files", "commands"),
     *("weights", "manifests", "named_files", "user_code", "user_code"),
 )
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,16 +1,17 @@
-"""Make files of weights with odd keys and odd values; then evaluate them or begin a run with them."""
+"""Make files of weights with odd keys, odd values or damaged bytes; then evaluate them or begin a run with them."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
 import torch
 
-from tests.hostile.cases import TEXTS, Bases, Case, write_config
+from tests.hostile.cases import TEXTS, Bases, Case, damage_file, draw_short_run, write_config
 from tests.hostile.checkpoints import LAST
 
 KEYS: List[Any] = [3, -1, 0, True, None, 1.5, (1, 2), (), b"weight", ("a", "b"), *TEXTS]
@@ -70,11 +71,13 @@ def make_weights_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     # PyTorch does not save every kind of tensor
     except Exception:
         torch.save({}, folder / "w.pt")
-    config: Dict[str, Any] = {}
-    argv = ["config.yaml", "--evaluate", "w.pt"]
+    name = "w.pt"
+    if rng.random() < 0.3:
+        name = rng.choice(["w.pt", "w.safetensors"])
+        shutil.copyfile(bases.end / LAST / "model.safetensors", folder / "w.safetensors")
+        mutation = damage_file(folder / name, rng)
     if rng.random() < 0.5:
-        config["init_from"] = rng.choice(["w.pt", {"path": "w.pt", "strict": False}])
-        run = ["--out", "r", "--set", "steps=2"]
-        argv = ["config.yaml", *(["--dry-run"] if rng.random() < 0.5 else run)]
-    write_config(folder, **config)
-    return Case("train", argv, mutation)
+        write_config(folder)
+        return Case("train", ["config.yaml", "--evaluate", name], mutation)
+    write_config(folder, init_from=rng.choice([name, {"path": name, "strict": False}]))
+    return Case("train", draw_short_run(rng), mutation)
