@@ -17,6 +17,7 @@ from ipu_pipe.cli import plan, stability
 from ipu_pipe.files import write_json, write_text
 from ipu_pipe.trace.reading import read_trace
 from tests.command_line import CommandResult, run_here
+from tests.hostile.cases import PUT
 
 CONFIG = "configs/mlp_digits.yaml"
 HARDWARE = """
@@ -51,16 +52,13 @@ def test_a_file_is_written_through_a_link(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
 
 
-@pytest.mark.parametrize("kind", ["/dev/full", "/dev/null", "loop", "folder"])
+@pytest.mark.parametrize("kind", ["full", "null", "loop", "folder"])
 def test_what_is_not_a_file_is_not_replaced(kind: str, tmp_path: Path) -> None:
     """Story: `analyze --html /dev/full` replaced the device by a regular file, with exit code 0."""
-    file = tmp_path / "file"  # a link, so that a mistake replaces no device of the machine
-    if kind == "folder":
-        file.mkdir()
-    else:
-        file.symlink_to(file if kind == "loop" else kind)
+    file = tmp_path / "file"
+    PUT[kind](file)
     before = file.lstat()
-    if kind == "/dev/null":
+    if kind == "null":
         write_json(file, {"a": 1})
     else:
         with pytest.raises(RunFault, match="^" + str(file)):

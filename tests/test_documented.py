@@ -22,19 +22,15 @@ from tools.documented import Command, Outcome, find_commands, find_obstacle, lis
 LEAST = 0.5
 
 
-def list_short_commands() -> List[Command]:
-    """Return the commands outside the tutorials that train the smallest config once."""
-    return [
-        command
-        for command in list_commands()
-        if command.words[0] in ("mlp_digits", "configs/mlp_digits.yaml")
-        and "--against" not in command.words
-        and "tutorials" not in command.page
-        and not find_obstacle(command, ROOT)
-    ]
-
-
-COMMANDS = list_short_commands()
+# outside the tutorials, those that train the smallest config once
+COMMANDS = [
+    command
+    for command in list_commands()
+    if command.words[0] in ("mlp_digits", "configs/mlp_digits.yaml")
+    and "--against" not in command.words
+    and "tutorials" not in command.page
+    and not find_obstacle(command, ROOT)
+]
 
 
 def test_the_documented_commands_are_found() -> None:

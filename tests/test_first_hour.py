@@ -48,38 +48,38 @@ def list_readme_commands() -> list[list[str]]:
     return [[replaced.get(word, word) for word in shlex.split(line)] for line in lines]
 
 
-class Newcomer:
-    """Somebody with an empty home, a folder with a model in mine.py, and no network."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "here"
-        home = folder / "home"
-        for made in (self.folder, home):
-            made.mkdir()
-        (self.folder / "mine.py").write_text(MODEL)
-        # nobody listens at this port
-        proxies = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https", "all")}
-        self.environment = {
-            **proxies, "HOME": str(home), "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }  # fmt: skip
-
-    def run(self, words: list[str], code: int = 0) -> str:
-        """Run a command as a page has it; return all that it printed. Its exit code must be `code`."""
-        modules = {"ipu-pipe": ["-m", "ipu_pipe"], "torchrun": ["-m", "torch.distributed.run"]}
-        command = [sys.executable, *modules.get(words[0], []), *words[1:]]
-        done = subprocess.run(
-            command, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=600,
-        )  # fmt: skip
-        # the command calls itself as it was called
-        printed = done.stdout.replace("python -m ipu_pipe", "ipu-pipe")
-        assert done.returncode == code, f"{' '.join(words)}: {printed}"
-        return printed
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """Return the folder of somebody with a model in mine.py, and an empty home beside it."""
+    folder = tmp_path / "here"
+    for made in (folder, tmp_path / "home"):
+        made.mkdir()
+    (folder / "mine.py").write_text(MODEL)
+    return folder
 
 
-def test_readmes_commands_work_in_an_empty_home(tmp_path: Path) -> None:
-    newcomer = Newcomer(tmp_path)
+def run_as_newcomer(words: list[str], here: Path, code: int = 0) -> str:
+    """Run a command as a page has it, without network; return all that it printed. Its exit code must
+    be `code`.
+    """
+    modules = {"ipu-pipe": ["-m", "ipu_pipe"], "torchrun": ["-m", "torch.distributed.run"]}
+    command = [sys.executable, *modules.get(words[0], []), *words[1:]]
+    # nobody listens at this port
+    proxies = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https", "all")}
+    environment = {
+        **proxies, "HOME": str(here.with_name("home")), "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        command, cwd=here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
+    )  # fmt: skip
+    # the command calls itself as it was called
+    printed = done.stdout.replace("python -m ipu_pipe", "ipu-pipe")
+    assert done.returncode == code, f"{' '.join(words)}: {printed}"
+    return printed
+
+
+def test_readmes_commands_work_in_an_empty_home(here: Path) -> None:
     commands = list_readme_commands()
     assert [words[1] for words in commands] == [*EXPECTED]
     for words in commands:
@@ -87,7 +87,7 @@ def test_readmes_commands_work_in_an_empty_home(tmp_path: Path) -> None:
             words += ["--out", "runs/mine"]
         if words[1] == "rehearse":
             words[2] = "net_pod16.yaml"
-        printed = newcomer.run(words)
+        printed = run_as_newcomer(words, here)
         assert re.search(EXPECTED[words[1]], printed), f"{' '.join(words)}: {printed}"
 
 
@@ -164,12 +164,11 @@ STEPS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", STEPS)
-def test_each_step_of_a_guide_says_what_the_page_shows(page: str, tmp_path: Path) -> None:
-    newcomer = Newcomer(tmp_path)
-    steps = list(list_steps(ROOT / "docs" / page, newcomer.folder))
+def test_each_step_of_a_guide_says_what_the_page_shows(page: str, here: Path) -> None:
+    steps = list(list_steps(ROOT / "docs" / page, here))
     assert len(steps) == len(STEPS[page])
     for (words, shown), expected in zip(steps, STEPS[page]):
         if expected is not None:
-            printed = newcomer.run(words, 2 if shown.startswith("error: ") else 0)
+            printed = run_as_newcomer(words, here, 2 if shown.startswith("error: ") else 0)
             assert re.search(expected, printed, re.DOTALL), f"{words}: {printed}"
             assert matches(shown, printed), f"{words}: {printed}"

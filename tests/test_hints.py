@@ -58,12 +58,8 @@ def wrap_linear(wrap: Callable[[nn.Module], Any]) -> nn.Module:
     return model
 
 
-class FSDPModule:
-    """Have the name of the mixin of torch.distributed.fsdp.fully_shard."""
-
-
-class FSDPLinear(FSDPModule, nn.Linear):
-    pass
+# with the name of the mixin of torch.distributed.fsdp.fully_shard
+FSDPModule = type("FSDPModule", (nn.Linear,), {})
 
 
 def compile_in_place() -> nn.Module:
@@ -80,7 +76,7 @@ WRAPPED = {
     # story: these were trained inside it
     "model: 1: is wrapped by DataParallel: ": [lambda: wrap_linear(nn.DataParallel)],
     "model: 1: is wrapped by torch.compile: ": [lambda: wrap_linear(torch.compile)],
-    "model: 1: is wrapped by fully_shard: ": [lambda: wrap_linear(lambda linear: FSDPLinear(64, 10))],
+    "model: 1: is wrapped by fully_shard: ": [lambda: wrap_linear(lambda linear: FSDPModule(64, 10))],
 }  # fmt: skip
 
 

@@ -73,14 +73,14 @@ class Mixing(nn.Module):
         return self.b(h).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-def make_force_model() -> nn.Module:
-    forces = Composed(compute_forces, first=nn.Linear(6, 8), last=nn.Linear(8, 1))
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), forces)
-
-
-MODELS = {"forces": make_force_model, "detached": Mixing}
-
-
+MODELS = {
+    "forces": lambda: nn.Sequential(
+        nn.Linear(4, 6),
+        nn.Tanh(),
+        Composed(compute_forces, first=nn.Linear(6, 8), last=nn.Linear(8, 1)),
+    ),
+    "detached": Mixing,
+}
 # name -> method, microbatches, stages, arguments
 CASES = {
     "pipedream": ("pipedream", 1, ["b"], {}),

@@ -324,12 +324,11 @@ def test_weights_that_fit_in_part_say_what_a_wrapper_hides() -> None:
         assert reason.endswith(f"but {name.replace('_orig_mod.', '')}, without its wrapper")
 
 
-def wrap_whole() -> nn.Module:
-    """Return a model inside a wrapper of the caller's own, which a pipeline takes."""
-    return Composed(lambda wrapper, x: wrapper.module(x), module=make_perceptron())
-
-
 def test_a_state_of_a_wrapped_model_is_refused_in_one_line() -> None:
+    def wrap_whole() -> nn.Module:
+        # a pipeline takes a wrapper of the caller's own
+        return Composed(lambda wrapper, x: wrapper.module(x), module=make_perceptron())
+
     layouts = [(make_perceptron, ["5"]), (wrap_whole, ["module.5"])]
     states = []
     for make_model, stages in layouts:
@@ -389,10 +388,8 @@ def test_copies_of_a_batch_have_its_strides() -> None:
 
 # ---- two pipelines of one training: the page's GAN
 
-GanBatches = List[Tuple[torch.Tensor, torch.Tensor]]
 
-
-def make_gan() -> Tuple[nn.Module, nn.Module, GanBatches]:
+def make_gan() -> Tuple[nn.Module, nn.Module, List[Batch]]:
     torch.manual_seed(0)
     generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double()

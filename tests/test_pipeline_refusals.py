@@ -31,8 +31,6 @@ from tests.test_backend_facts import CountingLoss
 Case = Dict[str, Any]
 SAMPLES, EPOCH = 4, 12
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-PLAIN_SGD = functools.partial(torch.optim.SGD, lr=0.1)
-NESTEROV = functools.partial(SGD, nesterov=True)
 # words of a config that the arguments of `Pipeline` do not have
 OF_A_CONFIG = re.compile(
     r"gradient_accumulation|micro_batch_size|clip\.|backend\.|backend_args\.name|evaluate|checkpoint\.|lr_schedule"
@@ -111,14 +109,12 @@ def make_weight_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), normed, nn.Linear(8, 5)).double()
 
 
-def make_mapping_model() -> nn.Module:
-    """Make a model that returns a mapping, which no plain loss accepts."""
-    return Composed(lambda m, x: {"logits": m.layers(x), "others": x}, layers=make_perceptron())
-
-
-def make_trained_loss() -> nn.Module:
-    scale = nn.Parameter(torch.ones(()))
-    return Composed(lambda module, output, y: cross_entropy(output, y) * module.scale, scale=scale)
+# a model that returns a mapping, which no plain loss accepts
+MAPPING = Composed(lambda m, x: {"logits": m.layers(x), "others": x}, layers=make_perceptron())
+TRAINED_LOSS = Composed(
+    lambda module, output, y: cross_entropy(output, y) * module.scale,
+    scale=nn.Parameter(torch.ones(())),
+)
 
 
 def raise_error(output: Any, y: Any) -> Any:
@@ -211,12 +207,12 @@ REFUSED = {
     "method_args.spike_compensation: optimizer.nesterov": {
         "method": "pipelined_backprop",
         "method_args": {"spike_compensation": {}},
-        "optimizer": NESTEROV,
+        "optimizer": functools.partial(SGD, nesterov=True),
     },
     "method_args.weight_prediction: optimizer.momentum": {
         "method": "pipedream",
         "method_args": {"weight_prediction": {"form": "velocity"}},
-        "optimizer": PLAIN_SGD,
+        "optimizer": functools.partial(SGD, momentum=0),
     },
     "method_args.spike_compensation: adam": {
         "method": "pipedream",
@@ -266,13 +262,13 @@ REFUSED = {
     },
     "model: 3.added: is not a dense": {"model": add_layers(carry(torch.zeros(3).to_sparse()))},
     "model: 3.count: complex": {"model": add_layers(make_counter(torch.complex128))},
-    "loss: Composed: scale": {"loss": make_trained_loss()},
+    "loss: Composed: scale": {"precision": "bfloat16", "loss": TRAINED_LOSS},
     "loss: it fails": {"loss": raise_error},
     # the model gets its original precision back
     "loss: it fails on": {"method": "pipedream", "precision": "bfloat16", "loss": raise_error},
     "loss: it fails on the": {"precision": "bfloat16_mixed", "loss": raise_error},
     "model: it fails": {"batch": "narrow"},
-    "model: returns": {"stages": 1, "model": make_mapping_model},
+    "model: returns": {"stages": 1, "model": lambda: MAPPING},
     "loss: must return one": {"loss": functools.partial(cross_entropy, reduction="none")},
     "loss: depends on no": {"loss": lambda output, y: torch.zeros(())},
     "step: y: label 1": {"batch": "other labels"},
@@ -449,15 +445,9 @@ class NeedsClosure(torch.optim.SGD):
         assert closure is not None, "SAM needs a closure"
 
 
-def make_meta_model() -> nn.Module:
-    with torch.device("meta"):
-        return make_float_net()
-
-
 FLOATS, LABELS = make_batch_of_kind("floats", SAMPLES)
 NAN = FLOATS.clone()
 NAN[3, 2] = float("nan")
-SPARSE = FLOATS.to_sparse()
 GREEDY = "local_greedy"
 # line: its beginning, what is wrong, the remedy -> the arguments
 OF_ARGUMENTS = {
@@ -490,12 +480,12 @@ OF_ARGUMENTS = {
     "model: the class Linear: must be a torch.nn.Module": {"model": nn.Linear},
     "loss: the class CrossEntropyLoss: must be a function": {"loss": nn.CrossEntropyLoss},
     "model: float16: .*bfloat16_mixed": {"model": make_float_net().half()},
-    "model: 0.weight, .* meta device.*to_empty": {"model": make_meta_model()},
+    "model: 0.weight, .* meta device.*to_empty": {"model": make_float_net().to("meta")},
     "optimizer: NeedsClosure: .*closure": {"optimizer": functools.partial(NeedsClosure, lr=0.1)},
     "optimizer: LBFGS": {"optimizer": torch.optim.LBFGS},
     r"step: y is None.*step\(\*batch\)": {"batch": ((FLOATS.float(), LABELS),)},
     "update 0 of .* nan; its batch has numbers.*the data": {"batch": (NAN.float(), LABELS)},
-    "step: a tensor of the batch is sparse.*to_dense": {"batch": (SPARSE.float(), LABELS)},
+    "step: a tensor of the batch is sparse.*to_dense": {"batch": (FLOATS.float().to_sparse(), LABELS)},
 }  # fmt: skip
 if not torch.cuda.is_available():
     OF_ARGUMENTS["device: cuda: this machine has no usable CUDA device"] = {"device": "cuda"}

@@ -23,6 +23,7 @@ from ipu_pipe.run.callbacks import HOOKS, EarlyStopping
 from ipu_pipe.run.train import evaluate_checkpoint
 from ipu_pipe.store import checkpoint
 from ipu_pipe.store.manifest import list_manifest_faults
+from ipu_pipe.update.rates import PLATEAU_STATE
 from tests.hostile.cases import PUT
 from tests.hostile.faulty import Unprintable
 from tests.support.runs import DIGITS, list_faults
@@ -279,7 +280,6 @@ POSITION = {
     "best_value": None,
     "best_step": None,
 }
-PLATEAU = {"rate": 0.1, "best": None, "num_bad_epochs": 0, "cooldown_counter": 0, "last_epoch": 2}
 WHOLE = {
     "schema": 3, "step": 4, "updates": 6, "keys": {"a.b": [1, None]}, "position": POSITION, "optimizer": {"w/hist": [1]},
     "callbacks": [{"name": "C", "state": None}], "files": {"model.safetensors": "0" * 64}, "of a later version": 1,
@@ -308,7 +308,7 @@ def test_optional_entries_of_a_manifest_are_accepted() -> None:
     """Callbacks and plateau may be missing, and the position may be of an earlier version."""
     for changes in (
         {"callbacks": None},
-        {"position": {**POSITION, "plateau": PLATEAU}},
+        {"position": {**POSITION, "plateau": dict.fromkeys(("rate", *PLATEAU_STATE), 0.0)}},
         {"position": {**POSITION, "best_loss": 0.5, "epoch_loss": float("nan"), "seconds": 3}},
     ):
         assert list_manifest_faults({**WHOLE, **changes}) == []

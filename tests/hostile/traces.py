@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any, List
 
 from tests.hostile.cases import (
     FLOATS,
@@ -19,24 +20,21 @@ from tests.hostile.cases import (
     make_odd_output,
 )
 
-# events of PyTorch's profiler, of another program, and invalid ones
-FOREIGN = [
-    {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0},
-    {
-        "ph": "X",
-        "name": "gemm",
-        "cat": "kernel",
-        "pid": 0,
-        "tid": 7,
-        "ts": 3.5,
-        "dur": 1e9,
-        "args": {"stream": 7},
-    },
-    {"ph": "B", "name": "open for ever", "pid": 1, "tid": 1, "ts": 0},
-    {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "\x1b[31mred"}},
-    {"ph": "X"},
-    3,
-]
+# kinds of events in traces of PyTorch's profiler and of another program
+EVENTS = ["X", "X", "X", "B", "M", "?"]
+
+
+def _make_foreign_trace(rng: random.Random) -> bytes:
+    """Make the trace of another program, with odd events."""
+    events: List[Any] = []
+    for _ in range(rng.randrange(1, 6)):
+        name = rng.choice(["aten::mm", "gemm", "process_name", "\x1b[31mred"])
+        event = {"ph": rng.choice(EVENTS), "name": name, "cat": rng.choice(["cpu_op", "kernel"]), "pid": 1, "tid": 7,
+                 "ts": rng.choice([0, 1, *FLOATS]), "dur": 2.0, "args": {"stream": 7}}  # fmt: skip
+        change_value(event, rng)
+        events.append(rng.choice([event, event, event, 3]))
+    content = json.dumps({"traceEvents": events}).encode("utf-8", "surrogatepass")
+    return damage_bytes(content, rng) if rng.random() < 0.3 else content
 
 
 def _change_chrome(path: Path, rng: random.Random) -> str:
@@ -66,12 +64,7 @@ def make_trace_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
         target = rng.choice(["profile.json", "ranks"])
         (folder / "ranks").mkdir()
         for name in ("profile.json", "ranks/0.json", "ranks/1.json"):
-            events = [{**event, "ts": rng.choice([0, 1, *FLOATS])} if isinstance(event, dict) else event
-                      for event in rng.sample(FOREIGN, rng.randrange(1, len(FOREIGN)))]  # fmt: skip
-            content = json.dumps({"traceEvents": events}).encode()
-            (folder / name).write_bytes(
-                damage_bytes(content, rng) if rng.random() < 0.3 else content
-            )
+            (folder / name).write_bytes(_make_foreign_trace(rng))
         mutation = "another program's trace"
     else:
         mutation = "a whole trace"
