@@ -6,7 +6,7 @@ import random
 import shutil
 from pathlib import Path
 
-from tests.hostile.cases import PUT, Bases, Case, damage_file, replace_file
+from tests.hostile.cases import IRREGULAR, PUT, Bases, Case, damage_file, replace_file, write_config
 from tests.hostile.checkpoints import make_resume_case
 
 LEFT = [
@@ -17,20 +17,30 @@ LEFT = [
     "checkpoints/junk",
     "x",
 ]
+# command lines that use a run, besides one that resumes it
+USERS = [
+    "train config.yaml --out run --overwrite --set steps=2", "train config.yaml --out run --set steps=2",
+    "train config.yaml --out run/checkpoints --set steps=2", "train config.yaml --out run/config.yaml --overwrite",
+    "train config.yaml --out run/.. --overwrite --set steps=2", "analyze run", "export run --to w.safetensors", "predict run",
+]  # fmt: skip
 
 
 def make_folder_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
-    """Make a case that trains in a damaged run folder."""
+    """Make a case that uses a damaged run folder."""
     run = folder / "run"
     shutil.copytree(bases.run, run)
-    files = sorted(path for path in run.iterdir() if path.is_file())
+    files = sorted(path for path in run.rglob("*") if path.is_file())
     mutations = []
     for _ in range(rng.choice([1, 1, 2])):
         how = rng.random()
-        if how < 0.6:
-            file = rng.choice(files)
-            is_whole = file.is_file() and not file.is_symlink()
-            mutations.append(damage_file(file, rng) if is_whole else "nothing")
+        file = rng.choice(files)
+        if how < 0.6 and file.is_file() and not file.is_symlink():
+            is_irregular = rng.random() < 0.3
+            mutations.append(
+                replace_file(file, rng.choice(IRREGULAR))
+                if is_irregular
+                else damage_file(file, rng)
+            )
         elif how < 0.8:
             left = run / rng.choice(LEFT)
             if not left.exists() and left.parent.is_dir():
@@ -44,7 +54,6 @@ def make_folder_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     mutation = ", ".join(mutations)
     if rng.random() < 0.6:
         return make_resume_case(folder, bases, mutation)
-    out = rng.choice(["run", "run/", "run/checkpoints", "run/config.yaml", "run/.."])
-    argv = [str(bases.end / "config.yaml"), "--out", out]
-    argv += rng.choice([["--overwrite"], ["--overwrite"], []])
-    return Case("train", [*argv, "--set", "steps=2"], mutation)
+    write_config(folder)
+    tool, *argv = rng.choice(USERS).split()
+    return Case(tool, argv, mutation)
