@@ -82,7 +82,7 @@ def test_a_case_is_reproduced_from_its_name_alone(tmp_path: Path) -> None:
     def make(kind: str, number: int, folder: Path) -> Any:
         folder.mkdir()
         case = make_numbered_case(kind, number, 7, folder, bases)
-        return case, [(path.name, path.read_bytes()) for path in folder.iterdir()]
+        return case, [(path.name, path.read_bytes()) for path in folder.glob("*.yaml")]
 
     for number in range(30):
         for kind in ("configs", "commands"):
