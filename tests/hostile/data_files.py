@@ -24,9 +24,9 @@ def make_data_file_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     """Make a case of a run that reads a damaged image, or a folder of images without one."""
     images = folder / "images"
     _write_images(images, rng)
-    files, folders = [], []
-    for path in sorted(images.rglob("*")):
-        (files if path.is_file() else folders).append(path)
+    paths = sorted(images.rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    folders = [path for path in paths if path.is_dir()]
     mutation = damage_file(rng.choice(files), rng)
     if rng.random() < 0.2:
         shutil.rmtree(rng.choice(folders))
