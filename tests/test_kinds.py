@@ -6,7 +6,7 @@ import copy
 import functools
 import re
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -196,14 +196,19 @@ def test_the_trial_of_metrics_uses_test_data_and_draws_no_random_number(tmp_path
     assert calls == [(20, False), (20, False), (12, False), (20, False), (12, False)]
 
 
-def test_the_trial_of_metrics_leaves_the_model() -> None:
+def test_metrics_get_labels_whatever_the_loss_takes_and_leave_the_model() -> None:
     def count_call(module: Any, x: torch.Tensor) -> torch.Tensor:
         module.calls = getattr(module, "calls", 0) + 1
         return x
 
+    def loss(output: torch.Tensor, y: torch.Tensor, *, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, y)
+
     net = nn.Sequential(Composed(count_call), nn.Linear(8, 4))
-    build(ipu_pipe.configure(**SHORT), metrics=["accuracy"], model=net, data=make_loaders())
-    assert not hasattr(net[0], "calls")
+    seen: List[int] = []
+    metrics = {"labels": lambda output, y: seen.append(y.dim()) or 1.0}
+    build(ipu_pipe.configure(**SHORT), metrics=metrics, model=net, data=make_loaders(), loss=loss)
+    assert seen == [1] and not hasattr(net[0], "calls")
 
 
 @pytest.mark.parametrize("words, arguments", [
