@@ -33,14 +33,12 @@ def make_folder_case(rng: random.Random, folder: Path, bases: Bases) -> Case:
     mutations = []
     for _ in range(rng.choice([1, 1, 2])):
         how = rng.random()
-        file = rng.choice(files)
-        if how < 0.6 and file.is_file() and not file.is_symlink():
-            is_irregular = rng.random() < 0.3
-            mutations.append(
-                replace_file(file, rng.choice(IRREGULAR))
-                if is_irregular
-                else damage_file(file, rng)
-            )
+        # each once, since it may be a large one afterwards
+        file = files.pop(rng.randrange(len(files)))
+        if how < 0.2 and file.is_file():
+            mutations.append(replace_file(file, rng.choice(IRREGULAR)))
+        elif how < 0.6 and file.is_file():
+            mutations.append(damage_file(file, rng))
         elif how < 0.8:
             left = run / rng.choice(LEFT)
             if not left.exists() and left.parent.is_dir():
