@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 import warnings
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
 import pytest
 import torch
@@ -27,6 +29,8 @@ from tests.support.loops import (
 )
 from tests.support.runs import assert_same
 
+PB = "pipelined_backprop"
+OUTER = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
 T1_T2 = {"t1": {"anneal_updates": 5}, "t2": {"decay": 0.5}}
 CASES: Dict[str, Case] = {
     "pipedream_n2": Case("pipedream", 2),
@@ -34,14 +38,8 @@ CASES: Dict[str, Case] = {
     "pipemare_warmup": Case("pipemare", 4, T1_T2, warmup=4),
     "pipemare_recompute": Case("pipemare", 2, {"recompute": {"segments": 2}}),
     "pipemare_hogwild": Case("pipemare", 1, {"hogwild": {"max": 4, "mean": 2}}),
-    "pb_sc_lwp": Case(
-        "pipelined_backprop",
-        1,
-        {"spike_compensation": {}, "weight_prediction": {"form": "velocity"}},
-    ),
-    "pb_virtual_split": Case(
-        "pipelined_backprop", 1, {"split_backward": True}, others={"stages_per_device": 2}
-    ),
+    "pb_sc_lwp": Case(PB, 1, {"spike_compensation": {}, "weight_prediction": {"form": "velocity"}}),
+    "pb_virtual_split": Case(PB, 1, {"split_backward": True}, others={"stages_per_device": 2}),
     "pipedream_clip_delayed": Case("pipedream", 1, clip=(0.5, "delayed_global")),
     "pipedream_clip_stage": Case("pipedream", 1, clip=(0.5, "stage")),
     "gpipe_clip_global": Case("gpipe", 4, clip=(0.5, "global")),
@@ -50,11 +48,7 @@ CASES: Dict[str, Case] = {
     "local_overlapping_n3": Case("local_overlapping", 3),
     "local_sgd_rounds": Case("local_sgd", 1, {"local_steps": 3}),
     "local_sgd_replicas": Case("local_sgd", 1, {"local_steps": 2, "replicas": 2}),
-    "diloco": Case(
-        "local_sgd",
-        1,
-        {"local_steps": 3, "outer": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}},
-    ),
+    "diloco": Case("local_sgd", 1, {"local_steps": 3, "outer": OUTER}),
     "delay_compensation": Case("pipedream", 2, {"delay_compensation": {}}),
     "gap_aware": Case("pipedream", 2, {"gap_aware": {}}),
     "recompute": Case("gpipe", 2, others={"recompute": True}),
@@ -89,45 +83,6 @@ def test_a_loop_gives_the_bits_of_train(name: str, tmp_path: Path) -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert_same(expected.state_dict(), model.state_dict())
     assert loop.losses == losses
-
-
-@pytest.mark.parametrize("name", ["pipedream", "pipemare_t1_t2", "local_sgd"])
-def test_drains_and_rates_matter(name: str) -> None:
-    """Check that drains and learning rates change the weights; otherwise the comparisons above
-    would show nothing."""
-    models = []
-    for drains, rate_late in ((True, False), (False, False), (True, True)):
-        loop = Loop(CASES[name])
-        if rate_late:
-            loop.scheduler.step()
-        loop.run(drains=drains)
-        models.append(torch.cat([p.detach().flatten() for p in loop.close().parameters()]))
-    assert not torch.equal(models[0], models[1])
-    assert not torch.equal(models[0], models[2])
-
-
-LEAVES = {
-    "gpipe": [[0], [1], [2], [3]],
-    "pipedream": [[], [], [], [0], [1]],
-    "pipedream_2bw": [[], [0], [1], [2]],
-    "local_sgd_rounds": [[], [0], [1, 2], [], [3], [4, 5]],
-    "local_sgd": [[], [0], [1], [2], [3, 4], []],
-}
-
-
-@pytest.mark.parametrize("name", sorted(LEAVES))
-def test_updates_leave_at_these_steps(name: str) -> None:
-    loop = Loop(CASES[name])
-    loop.run(0, len(LEAVES[name]), drains=False)
-    assert loop.left == LEAVES[name]
-    assert loop.pipe.updates == len(LEAVES[name])
-    assert loop.pipe.in_flight == loop.pipe.updates - loop.pipe.finished
-    before = loop.pipe.in_flight
-    assert [update.index for update in loop.pipe.drain()] == list(
-        range(loop.pipe.updates - before, loop.pipe.updates)
-    )
-    assert loop.pipe.in_flight == 0 and loop.pipe.drain() == []
-    loop.close()
 
 
 # ---- the caller's optimizer
@@ -197,27 +152,23 @@ def test_an_optimizer_belongs_to_one_pipeline_and_its_model() -> None:
 
 
 def test_evaluation_and_prediction_see_the_newest_weights() -> None:
+
+    def count_right(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (output.argmax(1) == labels).double().mean()
+
     loop = Loop(CASES["pipedream"])
     loop.run(0, 4, drains=False)
+    assert (loop.pipe.updates, loop.pipe.finished, loop.pipe.in_flight) == (4, 1, 3)
     x, y = make_loop_batch(Case("gpipe", 3), 50)
-    batches = [(x[:5], y[:5]), (x[5:], y[5:])]
-    measured = loop.pipe.evaluate(
-        batches, {"right": lambda output, labels: (output.argmax(1) == labels).double().mean()}
-    )
+    measured = loop.pipe.evaluate([(x[:5], y[:5]), (x[5:], y[5:])], {"right": count_right})
     output = loop.pipe.predict(x)
-    with loop.pipe.whole_model() as model:
-        model.eval()
-        with torch.no_grad():
-            expected = model(x)
+    with loop.pipe.whole_model() as model, torch.no_grad():
+        expected = model.eval()(x)
         model.train()
     assert torch.equal(output, expected)
-    assert measured["loss"] == pytest.approx(
-        float(nn.functional.cross_entropy(expected, y)), rel=1e-12
-    )
-    assert measured["right"] == pytest.approx(
-        float((expected.argmax(1) == y).double().mean()), rel=1e-12
-    )
-    assert loop.pipe.evaluate(batches) == {"loss": measured["loss"]}
+    loss = float(nn.functional.cross_entropy(expected, y))
+    right = float(count_right(expected, y))
+    assert measured == pytest.approx({"loss": loss, "right": right}, rel=1e-12)
     # the updates of the drain are not lost
     assert [update.index for update in loop.pipe.step(*make_loop_batch(loop.case, 4))] == [1, 2, 3]
     loop.close()
@@ -230,23 +181,22 @@ def test_on_update_sees_replicas_of_their_own_before_and_after_their_average() -
     weights: Dict[Any, List[torch.Tensor]] = {}
 
     def record_weights(update: Any, stage: int, parameters: List[nn.Parameter]) -> None:
-        flat = torch.cat([p.detach().flatten() for p in parameters])
+        flat = nn.utils.parameters_to_vector(parameters).detach().clone()
         weights.setdefault((int(update), update.averaged, stage), []).append(flat)
 
     loop.pipe.on_update(record_weights)
     loop.run(0, 5, drains=False)
     model = loop.close()
-    counts = {(k, False): 4 for k in range(5)}
-    counts.update({(2, True): 1, (4, True): 1})
-    assert {key: len(copies) for key, copies in weights.items()} == {
-        (*key, stage): n for key, n in counts.items() for stage in range(4)
-    }
-    for k in (2, 4):
-        for stage in range(4):
-            mean = torch.stack(weights[k, False, stage]).mean(0)
-            assert torch.allclose(weights[k, True, stage][0], mean, rtol=1e-12)
-    last = [p.detach().flatten() for p in [*model[8].parameters(), *model[10].parameters()]]
-    assert torch.equal(weights[4, True, 3][0], torch.cat(last))
+    own, averaged = ({key for key in weights if key[1] == is_mean} for is_mean in (False, True))
+    assert own == set(itertools.product(range(5), [False], range(4)))
+    assert averaged == set(itertools.product([2, 4], [True], range(4)))
+    assert {len(weights[key]) for key in own} == {4}
+    for k, is_mean, stage in averaged:
+        (mean,) = weights[k, is_mean, stage]
+        copies = torch.stack(weights[k, False, stage])
+        assert torch.allclose(mean, copies.mean(0), rtol=1e-12)
+    last = nn.utils.parameters_to_vector(model[8:].parameters())
+    assert torch.equal(weights[4, True, 3][0], last)
 
 
 # ---- refusals: at the call, without any change
@@ -258,12 +208,7 @@ def test_an_error_breaks_the_object() -> None:
     x, y = make_loop_batch(loop.case, 3)
     with pytest.raises(IndexError):
         loop.pipe.step(x, y + 7)
-    for call in (
-        lambda: loop.pipe.step(x, y),
-        loop.pipe.drain,
-        loop.pipe.state_dict,
-        lambda: loop.pipe.evaluate([(x, y)]),
-    ):
+    for call in (lambda: loop.pipe.step(x, y), loop.pipe.drain, loop.pipe.state_dict):
         with pytest.raises(RunFault, match="earlier call has failed"):
             call()
     assert loop.pipe.close() == []
@@ -292,15 +237,11 @@ def test_a_refused_first_step_changes_nothing(name: str) -> None:
     assert reference.losses == loop.losses
 
 
+STREAMS = {"name": "sgd", "fragments": 2, "delay": 1}
 ROUNDS = {
     "diloco": (CASES["diloco"], 3),
     "blocks": (Case("local_greedy", 1, {"block_accumulation": [1, 2, 1, 3]}), 6),
-    "streams": (
-        Case(
-            "local_sgd", 1, {"local_steps": 4, "outer": {"name": "sgd", "fragments": 2, "delay": 1}}
-        ),
-        2,
-    ),
+    "streams": (Case("local_sgd", 1, {"local_steps": 4, "outer": STREAMS}), 2),
 }
 
 
@@ -344,14 +285,14 @@ def test_rounds_drain_at_their_end_only(name: str) -> None:
 STATE = {"format": 1, "model": {}, "optimizer": {}, "plain": {}, "updates": 0, "drains": []}
 
 
-def step_under_no_grad(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
-    with torch.no_grad():
-        pipe.step(x, y)
+def step_inside(make_context: Callable[[], Any]) -> Callable[..., None]:
+    """Return a call of `step` inside a context."""
 
+    def step(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
+        with make_context():
+            pipe.step(x, y)
 
-def step_under_autocast(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        pipe.step(x, y)
+    return step
 
 
 def step_in_another_mode(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
@@ -385,8 +326,8 @@ CALLS: List[Any] = [
     lambda pipe, x, y: pipe.step(microbatches=[(x, y), x]),
     lambda pipe, x, y: pipe.load_state_dict({}),
     lambda pipe, x, y: pipe.load_state_dict({**STATE, "method": "naive"}),
-    step_under_no_grad,
-    step_under_autocast,
+    step_inside(torch.no_grad),
+    step_inside(functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)),
     step_in_another_mode,
     step_with_other_parameters,
 ]
@@ -433,17 +374,15 @@ def test_microbatches_have_weights(tmp_path: Path) -> None:
     assert not torch.equal(unweighted.close()[0].weight, expected[0].weight)
 
 
-def test_stages_are_planned_for_a_hardware():
+def test_stages_are_planned_for_a_hardware() -> None:
     """Stages can be planned for a hardware. Story: a message requested the devices, for which
     there was no argument."""
-    layers = [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)]
-    model = nn.Sequential(*layers)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stages = {"count": 2, "by": "hardware"}
-    keys = {"stages": stages, "microbatches": 2, "hardware": "m2000"}
-    with ipu_pipe.Pipeline(model, nn.functional.cross_entropy, optimizer, **keys) as pipe:
-        assert pipe.microbatches == 2
-        pipe.step(torch.randn(4, 8), torch.zeros(4, dtype=torch.long))
+    case = Case("gpipe", 2, stages={"count": 2, "by": "hardware"})
+    model = make_perceptron().float()
+    x, y = make_loop_batch(Case("gpipe", 2), 0)
+    optimizer = make_sgd(model.parameters())
+    with make_case_pipeline(case, model, optimizer, hardware="m2000") as pipe:
+        pipe.step(x.float(), y)
         assert len(pipe.partition) == 2
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import json
 import time
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
@@ -12,19 +14,16 @@ from typing import Any, Dict, List, Tuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import ipu_pipe
 from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.pipeline.arguments import require_current_gpu
-from ipu_pipe.pipeline.pipeline import Update
 from tests.support.loops import (
     STAGES,
     Case,
     Loop,
     make_loop_batch,
     make_perceptron,
-    make_sgd,
     take_share,
 )
 from tests.support.processes import run_in_group
@@ -37,26 +36,16 @@ REPLICAS = Case("pipedream_flush", 4, replicas=2)
 
 
 def make_default_pipeline(**keys: Any) -> ipu_pipe.Pipeline:
-    model = keys.pop("model", None) or make_perceptron()
-    optimizer = keys.pop("optimizer", None) or make_sgd(model.parameters())
-    return ipu_pipe.Pipeline(
-        model, nn.functional.cross_entropy, optimizer, **{"stages": STAGES, **keys}
-    )
+    return Loop(Case("gpipe"), **keys).pipe
 
 
 # ---- device and deadline
 
 
 def test_the_device_is_the_models_or_the_argument() -> None:
-    for arguments in (
-        {},
-        {"device": "cpu"},
-        {"device": torch.device("cpu")},
-        {"backend_args": {"device": "cpu"}},
-    ):
-        pipe = make_default_pipeline(deadline=20, **arguments)
-        assert (pipe._config.backend.device, pipe._config.backend.deadline) == ("cpu", 20)
-        pipe.close()
+    for arguments in ({}, {"device": torch.device("cpu")}, {"backend_args": {"device": "cpu"}}):
+        backend = make_default_pipeline(deadline=20, **arguments)._config.backend
+        assert (backend.device, backend.deadline) == ("cpu", 20)
     assert make_default_pipeline()._config.backend.deadline == 300
     assert make_default_pipeline(backend_args={"deadline": 7})._config.backend.deadline == 7
 
@@ -66,9 +55,7 @@ def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for right in (None, "cpu", "cuda", "cuda:0"):
         require_current_gpu(make_perceptron(), right)
-    with pytest.raises(
-        BadInput, match="^device: cuda:1: the current one is cuda:0: call torch.cuda.set_device.1."
-    ):
+    with pytest.raises(BadInput, match="^device: cuda:1: the current one is cuda:0: "):
         require_current_gpu(make_perceptron(), torch.device("cuda:1"))
 
 
@@ -93,17 +80,14 @@ def test_a_rank_may_come_late_to_a_call(tmp_path: Path) -> None:
 def pass_process_groups(rank: int, folder: Path) -> None:
     everyone = dist.new_group([0, 1])
     alone = [dist.new_group([r]) for r in range(2)]
-    loop = Loop(PIPEDREAM, process_group=everyone, **ON_TWO)
-    loop.run(0, 3)
-    loop.close()
-    # each rank is a pipeline of its own
-    loop = Loop(PIPEDREAM, process_group=alone[rank], **ON_TWO)
-    loop.run(0, 3)
-    loop.close()
-    with pytest.raises(BadInput, match="^process_group: a group without this rank: "):
-        Loop(PIPEDREAM, process_group=alone[1 - rank], **ON_TWO)
-    with pytest.raises(BadInput, match="^process_group: a str: "):
-        Loop(PIPEDREAM, process_group="gloo", **ON_TWO)
+    # on its own each rank is a pipeline
+    for group in (everyone, alone[rank]):
+        loop = Loop(PIPEDREAM, process_group=group, **ON_TWO)
+        loop.run(0, 3)
+        loop.close()
+    for group, kind in ((alone[1 - rank], "a group without this rank"), ("gloo", "a str")):
+        with pytest.raises(BadInput, match=f"^process_group: {kind}: "):
+            Loop(PIPEDREAM, process_group=group, **ON_TWO)
     dist.get_backend_config = lambda group=None: "cuda:nccl"
     with pytest.raises(BadInput, match="the process group .cuda:nccl. has no backend for the CPU"):
         Loop(PIPEDREAM, **ON_TWO)
@@ -129,20 +113,19 @@ def train_heads(**keys: Any) -> Tuple[Dict[str, Any], Dict[str, Any]]:
 
 
 def test_heads_have_settings_of_their_own() -> None:
+
+    def get_head(state: Dict[str, Any]) -> torch.Tensor:
+        return torch.cat([v.flatten() for name, v in state["model"].items() if "head" in name])
+
     same, default = train_heads(heads={"lr": 0.05}), train_heads()
     # the first update has the first group's rate in both
     assert_same(same[0]["model"], default[0]["model"])
     # later the scheduler changes the group's, and not the heads'
     assert not torch.equal(get_head(same[1]), get_head(default[1]))
-    still = train_heads(heads={"lr": 0.0, "weight_decay": 0.0})
-    assert torch.equal(get_head(still[0]), get_head(still[1]))
-    assert not torch.equal(get_head(default[0]), get_head(default[1]))
+    first, last = train_heads(heads={"lr": 0.0, "weight_decay": 0.0})
+    assert torch.equal(get_head(first), get_head(last))
     # settings that are left out are the group's
-    assert set(default[1]["optimizer"]) == set(still[1]["optimizer"])
-
-
-def get_head(state: Dict[str, Any]) -> torch.Tensor:
-    return torch.cat([v.flatten() for name, v in state["model"].items() if "head" in name])
+    assert set(default[1]["optimizer"]) == set(last["optimizer"])
 
 
 # ---- a state in parts
@@ -166,9 +149,7 @@ def resume_from_parts(rank: int, folder: Path) -> None:
         if rank == 0 and name == "delayed":
             assert set(part["model"]) < set(whole["model"])
         torch.save(part, folder / f"{name}-{rank}.pt")
-        settings = [
-            copy.deepcopy(handle.state_dict()) for handle in (loop.optimizer, loop.scheduler)
-        ]
+        scheduler = copy.deepcopy(loop.scheduler.state_dict())
         loop.run(4, 8)
         expected = copy.deepcopy(loop.close().state_dict())
         part = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
@@ -176,10 +157,7 @@ def resume_from_parts(rank: int, folder: Path) -> None:
             again = Loop(case, share=take_share, **ON_TWO)
             if used:
                 again.run(0, 2)
-            again.pipe.load_state_dict(part)
-            again.scheduler.load_state_dict(settings[1])
-            for group, stored in zip(again.optimizer.param_groups, settings[0]["param_groups"]):
-                group["lr"] = stored["lr"]
+            again.load(part, scheduler)
             again.run(4, 8)
             assert_same(expected, again.close().state_dict())
 
@@ -218,13 +196,13 @@ def test_one_process_has_all_of_a_sharded_state() -> None:
     assert whole.keys() == part.keys()
     for key in ("model", "optimizer"):
         assert_same(whole[key], part[key])
-    again = Loop(PIPEDREAM)
     # parts that were joined have all weights, and fit any ranks
-    again.pipe.load_state_dict({**part, "layout": {"rank": 0}})
+    part["layout"] = {"rank": 0}
+    again, other = Loop(PIPEDREAM), Loop(PIPEDREAM)
+    again.pipe.load_state_dict(part)
     again.run(3, 4)
-    other = Loop(PIPEDREAM)
     part["model"].popitem()
-    other.pipe.load_state_dict({**part, "layout": {"rank": 0}})
+    other.pipe.load_state_dict(part)
     with pytest.raises(BadInput, match="^load_state_dict: layout "):
         other.run(3, 4)
 
@@ -254,47 +232,28 @@ def test_weights_that_one_rank_has_changed_are_not_trained_on(tmp_path: Path) ->
 # ---- reduction, allow_nonfinite, stages_per_device
 
 
-def train_into_nan(loop: Loop, steps: int = 6) -> List[str]:
-    """Return the result of each step, its updates or its fault; batch 1 gives a loss that is not
-    finite."""
-    outcomes: List[str] = []
-    for k in range(steps):
-        x, y = make_loop_batch(loop.case, k)
-        try:
-            outcomes.append(str(loop.pipe.step(x * float("nan") if k == 1 else x, y)))
-        except Divergence as error:
-            outcomes.append(str(error).split(":")[0])
-            break
-    return outcomes
-
-
-def compare_divergences(rank: int, folder: Path) -> None:
-    expected = torch.load(folder / "emulator.pt")
+def train_into_nan(rank: int, folder: Path, **keys: Any) -> None:
+    """Train until batch 1, whose loss is not finite, ends the run, or does not."""
     for allowed in (False, True):
-        loop = Loop(PIPEDREAM, allow_nonfinite=allowed, **ON_TWO)
-        assert train_into_nan(loop) == expected[allowed]
+        loop = Loop(PIPEDREAM, allow_nonfinite=allowed, **keys)
+        outcomes: List[str] = []
+        for k in range(6):
+            x, y = make_loop_batch(loop.case, k)
+            try:
+                outcomes.append(str(loop.pipe.step(x * float("nan") if k == 1 else x, y)))
+            except Divergence as error:
+                outcomes.append(str(error).partition(":")[0])
+                break
         loop.pipe.abort()
+        assert "loss=nan" in str(outcomes) if allowed else outcomes[-1].startswith("update 1 ")
+        file = folder / f"{allowed}.json"
+        # the emulator's, which comes first
+        if not file.exists():
+            file.write_text(json.dumps(outcomes))
+        assert json.loads(file.read_text()) == outcomes
 
 
 @needs_processes
 def test_a_loss_that_is_not_finite_is_allowed_or_ends_all_ranks(tmp_path: Path) -> None:
-    expected = {}
-    for allowed in (False, True):
-        loop = Loop(PIPEDREAM, allow_nonfinite=allowed)
-        expected[allowed] = train_into_nan(loop)
-        loop.pipe.abort()
-    assert expected[False][-1].startswith("update 1 ") and "loss=nan" in str(expected[True])
-    torch.save(expected, tmp_path / "emulator.pt")
-    run_in_group(2, compare_divergences, tmp_path)
-
-
-# ---- how an update shows itself
-
-
-def test_an_update_shows_its_values_in_short() -> None:
-    assert repr(Update(3, 1.0 / 3)) == "Update(3, loss=0.333333)"
-    assert repr(Update(0, None, 0.5)) == "Update(0, loss=None, accuracy=0.5)"
-    assert (
-        repr(Update(0, 1.5, None, ((2.0, None), (1.5, None))))
-        == "Update(0, loss=1.5, losses of blocks=(2, 1.5))"
-    )
+    train_into_nan(0, tmp_path)
+    run_in_group(2, functools.partial(train_into_nan, **ON_TWO), tmp_path)

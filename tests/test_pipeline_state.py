@@ -7,7 +7,7 @@ import copy
 import functools
 import itertools
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import pytest
 import torch
@@ -97,15 +97,9 @@ def list_leaves(value: Any, path: Tuple[Any, ...] = ()) -> Iterator[Tuple[Any, .
     """Yield the paths of all entries, containers too."""
     if path:
         yield path
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, inner in items:
-        yield from list_leaves(inner, (*path, key))
+    keys: Any = value if isinstance(value, dict) else ()
+    for key in range(len(value)) if isinstance(value, list) else keys:
+        yield from list_leaves(value[key], (*path, key))
 
 
 def get_at(state: Any, path: Tuple[Any, ...]) -> Any:
@@ -155,12 +149,17 @@ def make_wrong_states(state: Dict[str, Any]) -> Iterator[Tuple[str, Dict[str, An
 
 
 def make_state(**keys: Any) -> Dict[str, Any]:
+    with make_pipeline(**keys) as pipe:
+        for k in range(3):
+            pipe.step(*make_batch(k))
+        return pipe.state_dict()
+
+
+def go_on(state: Dict[str, Any], **keys: Any) -> torch.Tensor:
+    """Load a state of three steps into a new pipeline, and return the final weights."""
     pipe = make_pipeline(**keys)
-    for k in range(3):
-        pipe.step(*make_batch(k))
-    state = pipe.state_dict()
-    pipe.close()
-    return state
+    pipe.load_state_dict(state)
+    return finish(pipe, 3)
 
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -172,13 +171,10 @@ ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 def test_every_wrong_state_is_refused_by_one_line_and_changes_nothing(
     moment: str, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> None:
-
-    def make() -> ipu_pipe.Pipeline:
-        return make_pipeline(optimizer=optimizer, loss=MovingCenter())
-
     state = make_state(optimizer=optimizer, loss=MovingCenter())
-    untouched = finish(bring_to(moment, make()), 0)
-    pipe = bring_to(moment, make())
+    plain, pipe = (
+        bring_to(moment, make_pipeline(optimizer=optimizer, loss=MovingCenter())) for _ in range(2)
+    )
     count = 0
     for change, wrong in make_wrong_states(state):
         try:
@@ -189,7 +185,7 @@ def test_every_wrong_state_is_refused_by_one_line_and_changes_nothing(
         else:
             pytest.fail(f"{change}: accepted")
     assert count > 100
-    assert torch.equal(finish(pipe, 0), untouched)
+    assert torch.equal(finish(pipe, 0), finish(plain, 0))
 
 
 def test_other_wrong_states_are_refused() -> None:
@@ -212,24 +208,18 @@ def test_other_wrong_states_are_refused() -> None:
 def test_a_state_of_the_first_format_is_read() -> None:
     """States had no list of contents, no state of a loss, and at first no settings."""
     state = make_state()
-    expected = make_pipeline()
-    expected.load_state_dict(state)
     old = {k: v for k, v in state.items() if k not in ("contents", "loss", "settings")}
-    pipe = make_pipeline()
-    pipe.load_state_dict({**old, "format": 1})
-    assert torch.equal(finish(pipe, 3), finish(expected, 3))
+    assert torch.equal(go_on({**old, "format": 1}), go_on(state))
 
 
 def test_the_entries_of_another_precision_are_cast_together_as_in_torch() -> None:
     state = make_state()
     halves = {key: value.float() for key, value in state["optimizer"].items()}
-    pipe = make_pipeline()
-    pipe.load_state_dict({**state, "optimizer": halves})
-    pipe.step(*make_batch(3))
-    pipe.drain()
-    kinds = {v.dtype for v in pipe.state_dict()["optimizer"].values()}
-    assert kinds == {torch.float64}
-    pipe.close()
+    with make_pipeline() as pipe:
+        pipe.load_state_dict({**state, "optimizer": halves})
+        pipe.step(*make_batch(3))
+        entries = pipe.state_dict()["optimizer"].values()
+        assert {value.dtype for value in entries} == {torch.float64}
 
 
 # ---- right states
@@ -262,7 +252,8 @@ KINDS: Dict[str, Dict[str, Any]] = {
 
 def make_of_kind(kind: str) -> ipu_pipe.Pipeline:
     keys = dict(KINDS[kind])
-    return make_pipeline(loss=keys.pop("loss", lambda: cross_entropy)(), **keys)
+    make_loss = keys.pop("loss", lambda: cross_entropy)
+    return make_pipeline(loss=make_loss(), **keys)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -326,15 +317,14 @@ def test_what_is_written_after_loading_is_trained_on(write: Any, keys: Any) -> N
 def test_a_loaded_state_is_a_copy() -> None:
     """The caller's tensors were read at the first step, whatever was in them by then."""
     state = make_state()
-    expected = make_pipeline()
-    expected.load_state_dict(copy.deepcopy(state))
+    expected = go_on(copy.deepcopy(state))
     pipe = make_pipeline()
     pipe.load_state_dict(state)
     for value in [*state["model"].values(), *state["optimizer"].values()]:
         value.zero_()
     state["plain"]["0.weight/other"] = 5
     state["drains"].append(99)
-    assert torch.equal(finish(pipe, 3), finish(expected, 3))
+    assert torch.equal(finish(pipe, 3), expected)
 
 
 class Branches(nn.Module):
@@ -349,12 +339,11 @@ class Branches(nn.Module):
         return self.last(h + self.rare(h) if x.sum() > 0 else h)
 
 
-@pytest.mark.parametrize("optimizer", [make_sgd, functools.partial(torch.optim.Adam, lr=0.1)])
+@pytest.mark.parametrize("optimizer", [make_sgd, ADAM])
 def test_a_rollback_leaves_no_state_of_parameters_that_had_none(
     optimizer: Callable[..., torch.optim.Optimizer],
 ) -> None:
-    y = torch.tensor([0, 1, 2, 3])
-    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    x, y = torch.eye(4), torch.arange(4)
     ends = []
     for rolls_back in (False, True):
         torch.manual_seed(0)
@@ -388,77 +377,74 @@ def test_a_state_can_be_taken_right_after_loading() -> None:
     assert not taken["model"]["0.bias"].any() and taken["settings"]["groups"][0]["lr"] == 0.05
     for key in ("updates", "drains", "method"):
         assert taken[key] == state[key]
-    other = make_pipeline(loss=MovingCenter())
-    other.load_state_dict(taken)
-    assert torch.equal(finish(other, 3), finish(pipe, 3))
+    assert torch.equal(go_on(taken, loss=MovingCenter()), finish(pipe, 3))
 
 
 # ---- the loss's own state
 
 
-def train_with_center(folder: Path, updates: int, backend: str, **keys: Any) -> torch.Tensor:
-    parts = [make_batch(k) for k in range(12)]
+def train_with_center(folder: Path, updates: int, resume: bool = False) -> torch.Tensor:
+    parts = [make_batch(k) for k in range(6)]
     config = ipu_pipe.configure(
-        method="gpipe", gradient_accumulation=2, steps=updates, stages=["2"], precision="float64",
-        evaluate={"every": 0}, checkpoint={"every": 3}, lr_schedule=None, backend={"name": backend},
+        method="gpipe", steps=updates, stages=["2"], precision="float64", evaluate={"every": 0}, lr_schedule=None,
     )  # fmt: skip
     model = make_model()
     ipu_pipe.train(
         config, folder, model=model, data=ipu_pipe.from_loader(parts, parts[:1]),
-        loss=MovingCenter(), optimizer=make_sgd(model.parameters()), quiet=True, **keys,
+        loss=MovingCenter(), optimizer=make_sgd(model.parameters()), quiet=True, resume=resume,
     )  # fmt: skip
     return flatten(model)
 
 
 def test_a_run_resumes_with_the_state_of_its_loss(tmp_path: Path) -> None:
-    whole = train_with_center(tmp_path / "whole", 6, "emulator")
-    train_with_center(tmp_path / "parts", 3, "emulator")
-    assert torch.equal(train_with_center(tmp_path / "parts", 6, "emulator", resume=True), whole)
+    whole = train_with_center(tmp_path / "whole", 6)
+    train_with_center(tmp_path / "parts", 3)
+    assert torch.equal(train_with_center(tmp_path / "parts", 6, resume=True), whole)
+
+
+def make_centered(**keys: Any) -> ipu_pipe.Pipeline:
+    return make_pipeline("gpipe", loss=MovingCenter(), stages=["2"], **keys)
 
 
 def save_and_load_on_ranks(rank: int, folder: Path) -> None:
     ends = []
-    for is_sharded in (None, False, True):
-        pipe = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"], backend="distributed")
+    for is_sharded in (False, True):
+        pipe = make_centered(backend="distributed")
         for k in range(3):
             pipe.step(*make_batch(k))
-        if is_sharded is not None:
-            states: List[Any] = [copy.deepcopy(pipe.state_dict(sharded=is_sharded))]
-            if not is_sharded:
-                if rank == 0:
-                    saved = {"pipe": states[0], "optimizer": pipe.optimizer.optimizer.state_dict()}
-                    torch.save(saved, folder / "saved.pt")
-                torch.distributed.broadcast_object_list(states, src=0)
-                assert states[0]["loss"]["center"].any()
-            pipe.close()
-            pipe = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"], backend="distributed")
-            pipe.load_state_dict(states[0])
-            again = pipe.state_dict(sharded=is_sharded)
-            assert not again or again["contents"] == states[0]["contents"]
+        states: List[Any] = [copy.deepcopy(pipe.state_dict(sharded=is_sharded))]
+        if not is_sharded:
+            if rank == 0:
+                saved = {"pipe": states[0], "optimizer": pipe.optimizer.optimizer.state_dict()}
+                torch.save(saved, folder / "saved.pt")
+            torch.distributed.broadcast_object_list(states, src=0)
+            assert states[0]["loss"]["center"].any()
+        pipe.close()
+        pipe = make_centered(backend="distributed")
+        pipe.load_state_dict(states[0])
+        again = pipe.state_dict(sharded=is_sharded)
+        assert not again or again["contents"] == states[0]["contents"]
         ends.append(finish(pipe, 3))
-    for end in ends:
-        assert torch.equal(end, ends[0])
-    if rank == 0:
-        torch.save(ends[0], folder / "end.pt")
+    torch.save(ends, folder / f"ends-{rank}.pt")
 
 
 @needs_processes
 def test_rank_0_gets_the_state_of_the_last_stages_loss(tmp_path: Path) -> None:
     run_in_group(2, save_and_load_on_ranks, tmp_path)
-    emulated = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"])
-    end = torch.load(tmp_path / "end.pt")
-    assert torch.equal(finish(emulated, 0), end)
+    end = finish(make_centered(), 0)
+    for rank in range(2):
+        assert all(torch.equal(one, end) for one in torch.load(tmp_path / f"ends-{rank}.pt"))
     # Story: the optimizer of rank 0, which a loop may save and load too, has the entries of its own
     # stage alone; in one process those of the others were lost
     saved = torch.load(tmp_path / "saved.pt")
-    emulated = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"])
+    emulated = make_centered()
     emulated.load_state_dict(saved["pipe"])
     emulated.optimizer.optimizer.load_state_dict(saved["optimizer"])
     assert torch.equal(finish(emulated, 3), end)
     # a state that the caller clears is cleared, wherever it was saved
     ends = []
     for ranks in (1, 2):
-        emulated = make_pipeline("gpipe", loss=MovingCenter(), stages=["2"])
+        emulated = make_centered()
         emulated.load_state_dict({**saved["pipe"], "ranks": ranks})
         emulated.optimizer.optimizer.state.clear()
         ends.append(finish(emulated, 3))
@@ -470,73 +456,47 @@ def test_a_resumed_loop_keeps_the_cut_that_its_first_microbatch_decided(stages: 
     """Story: the microbatch after the checkpoint had another length, by which the same number of stages was balanced
     elsewhere, so that PipeDream read other weights without a word."""
 
-    def make_loop(length: int) -> Tuple[nn.Module, Any, Callable[[int], Any]]:
+    def make() -> ipu_pipe.Pipeline:
         torch.manual_seed(0)
         mean = Composed(lambda module, x: x.mean(1))
-        model = nn.Sequential(
-            nn.Linear(8, 16),
-            nn.Tanh(),
-            nn.Linear(16, 16),
-            mean,
-            nn.Linear(16, 64),
-            nn.Linear(64, 3),
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        pipe = ipu_pipe.Pipeline(
-            model,
-            nn.functional.cross_entropy,
-            optimizer,
-            method="pipedream",
-            stages=stages,
-            microbatches=1,
-        )
+        first = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), mean]
+        model = nn.Sequential(*first, nn.Linear(16, 64), nn.Linear(64, 3))
+        optimizer = make_sgd(model.parameters())
+        return ipu_pipe.Pipeline(model, cross_entropy, optimizer, stages=stages, microbatches=1)
 
-        def step(k: int) -> Any:
-            generator = torch.Generator().manual_seed(k)
-            x = torch.randn(4, length if k < 3 else 1, 8, generator=generator)
-            return pipe.step(x, torch.randint(3, (4,), generator=generator))
+    def train(pipe: ipu_pipe.Pipeline, lengths: Sequence[int]) -> None:
+        for length in lengths:
+            x = torch.randn(4, length, 8, generator=torch.Generator().manual_seed(length))
+            pipe.step(x, torch.tensor([0, 1, 2, 0]))
 
-        return model, pipe, step
-
-    model, pipe, step = make_loop(100)
-    for k in range(3):
-        step(k)
-    state = pipe.state_dict()
-    resumed_model, resumed, step_resumed = make_loop(100)
+    straight, resumed, fresh = make(), make(), make()
+    train(straight, [100, 101, 102])
+    state = straight.state_dict()
     resumed.load_state_dict(state)
-    for k in range(3, 6):
-        step(k)
-        step_resumed(k)
-    _, fresh, step_fresh = make_loop(1)
-    step_fresh(0)
-    assert (
-        fresh.partition.begin_names()
-        != pipe.partition.begin_names()
-        == resumed.partition.begin_names()
-    )
-    pipe.drain()
-    resumed.drain()
-    assert all(map(torch.equal, model.state_dict().values(), resumed_model.state_dict().values()))
+    for pipe in (straight, resumed, fresh):
+        train(pipe, [1, 1, 1])
+    cuts = [pipe.partition.begin_names() for pipe in (straight, resumed, fresh)]
+    assert cuts[0] == cuts[1] != cuts[2]
+    straight.close()
+    resumed.close()
+    assert torch.equal(flatten(straight.model), flatten(resumed.model))
     with pytest.raises(BadInput, match="^load_state_dict: stages: 3: must be a list of modules"):
-        make_loop(1)[1].load_state_dict({**state, "stages": 3})
+        make().load_state_dict({**state, "stages": 3})
 
 
 def load_tied_part(**keys: Any) -> torch.Tensor:
     """Load a part of a state after a step, with a weight that has two names in the first stage."""
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
-    layers[1].weight = layers[0].weight
-    model = nn.Sequential(nn.Linear(6, 4), *layers).double()
+    layers = [nn.Linear(width, 4) for width in (6, 4, 4, 4)]
+    layers[2].weight = layers[1].weight
+    model = nn.Sequential(*layers).double()
     optimizer = make_sgd(model.parameters())
-    with ipu_pipe.Pipeline(
-        model, cross_entropy, optimizer, stages=["3"], microbatches=2, **keys
-    ) as pipe:
-        pipe.step(*make_batch(0))
-        state = pipe.state_dict(sharded=True)
-        pipe.step(*make_batch(1))
-        pipe.load_state_dict(state)
-        pipe.step(*make_batch(2))
-    return flatten(model)
+    pipe = ipu_pipe.Pipeline(model, cross_entropy, optimizer, stages=["3"], microbatches=2, **keys)
+    pipe.step(*make_batch(0))
+    state = pipe.state_dict(sharded=True)
+    pipe.step(*make_batch(1))
+    pipe.load_state_dict(state)
+    return finish(pipe, 2, 3)
 
 
 def load_tied_part_on_ranks(rank: int, folder: Path) -> None:

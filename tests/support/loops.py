@@ -199,6 +199,13 @@ class Loop:
                 updates += self.pipe.drain()
             self.losses += [update.loss for update in updates]
 
+    def load(self, state: Any, scheduler: Any) -> None:
+        """Load a state of the pipeline and of the scheduler, and the scheduler's rate."""
+        self.pipe.load_state_dict(state)
+        self.scheduler.load_state_dict(scheduler)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.scheduler.get_last_lr()[0]
+
     def close(self) -> nn.Module:
         self.losses += [update.loss for update in self.pipe.close()]
         return self.model
