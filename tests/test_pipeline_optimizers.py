@@ -20,7 +20,14 @@ from ipu_pipe.pipeline.optimizer import OptimizerHandle
 from ipu_pipe.update.coupling import Coupling, find_coupling, list_faults
 from tests.support.processes import end_rank, run_in_group
 from tests.support.runs import needs_processes
-from tests.test_pipeline_state import Harmonic, flatten, make_batch, make_model, make_pipeline
+from tests.test_pipeline_state import (
+    Harmonic,
+    flatten,
+    make_batch,
+    make_model,
+    make_pipeline,
+    make_sgd,
+)
 
 UPDATES = 5
 
@@ -59,6 +66,10 @@ class Averaging(torch.optim.Optimizer):
                     x.lerp_(p, 1 / group["k"])
 
 
+def list_parameters(optimizer: torch.optim.Optimizer) -> List[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class NormOfAll(torch.optim.SGD):
     """Divide by the norm of all gradients, as timm's Lamb with max_grad_norm does."""
 
@@ -70,8 +81,7 @@ class NormOfAll(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         norm = self.param_groups[0]["max_grad_norm"]
         if norm:
-            every = [p for group in self.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(every, norm)
+            nn.utils.clip_grad_norm_(list_parameters(self), norm)
         super().step()
 
 
@@ -84,14 +94,29 @@ class NormOfGroup(torch.optim.SGD):
         super().step()
 
 
+class HarmonicArray(torch.optim.SGD):
+    """Divide the rate by the number of steps, which an array of each group counts."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group.update(counts=np.zeros(2), others=[torch.ones(2)])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["counts"][0] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["counts"][0])
+
+
 class Noisy(torch.optim.SGD):
     """Add noise to gradients: other weights in every run, whatever the groups."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.add_(torch.randn_like(p))
+        for p in list_parameters(self):
+            if p.grad is not None:
+                p.grad.add_(torch.randn_like(p))
         super().step()
 
 
@@ -113,9 +138,10 @@ def train_plainly(
 def train_in_pipeline(
     optimizer_class: Callable[..., torch.optim.Optimizer],
     change: Callable[[int, Any], None],
+    method: str = "gpipe",
     **keys: Any,
 ) -> Any:
-    pipe = make_pipeline("gpipe", optimizer_class, **{"stages": ["2"], **keys})
+    pipe = make_pipeline(method, optimizer_class, stages=["2"], **keys)
     optimizer = pipe.optimizer.optimizer
     for k in range(UPDATES):
         change(k, optimizer)
@@ -153,11 +179,10 @@ def load_adamw(parameters: Any) -> torch.optim.Optimizer:
     """Return AdamW with the state of other steps."""
     weights = list(parameters)
     other = [p.detach().clone() for p in weights]
-    used = torch.optim.AdamW(other, lr=0.01)
+    optimizer, used = (torch.optim.AdamW(each, lr=0.01) for each in (weights, other))
     for p in other:
         p.grad = torch.ones_like(p)
     used.step()
-    optimizer = torch.optim.AdamW(weights, lr=0.01)
     optimizer.load_state_dict(used.state_dict())
     return optimizer
 
@@ -166,6 +191,7 @@ OPTIMIZERS: Dict[str, Tuple[Callable[..., torch.optim.Optimizer], Callable[[int,
     "keeps a number in its groups": (Harmonic, change_nothing),
     "and the caller sets it": (Harmonic, set_k_back),
     "keeps a tensor in its groups": (lambda p: Harmonic(p, k=torch.zeros(())), set_k_back),
+    "keeps an array in its groups": (HarmonicArray, change_nothing),
     "norm of all": (NormOfAll, change_nothing),
     "averages": (Averaging, change_nothing),
     "groups": (make_groups_of_dimensions, change_group_by_group),
@@ -192,13 +218,15 @@ def test_an_optimizer_steps_as_in_a_plain_loop(name: str) -> None:
     make_optimizer, change = OPTIMIZERS[name]
     weights, optimizer = train_in_pipeline(make_optimizer, change)
     assert torch.equal(weights, train_plainly(make_optimizer, change))
+    group = optimizer.param_groups[0]
     if isinstance(optimizer, Harmonic):
-        group = optimizer.param_groups[0]
         assert group["k"] == group["made"] == (2 if change is set_k_back else UPDATES)
+    if isinstance(optimizer, HarmonicArray):
+        assert group["counts"].tolist() == [UPDATES, 0]
 
 
 def test_replicas_with_weights_of_their_own_refuse_a_state_in_groups() -> None:
-    pipe = make_pipeline("local_sgd", Harmonic, method_args={"local_steps": 2}, microbatches=None)
+    pipe = make_pipeline("local_sgd", Harmonic, microbatches=None)
     with pytest.raises(BadInput, match="^optimizer: Harmonic: keeps a state in its groups"):
         pipe.step(*(torch.cat([part] * 3) for part in make_batch(0)))
 
@@ -216,8 +244,8 @@ def evaluate_averages(
     for k in range(UPDATES):
         pipe.step(*make_batch(k))
         if k == 2:
-            # with updates in flight, which are to be made to the weights of training
-            assert bool(pipe.in_flight) == (method != "gpipe")
+            # updates that are in flight are to be made to the weights of training
+            assert pipe.in_flight
             optimizer.eval()
             outputs.append(pipe.predict(make_batch(90)[0]).tolist())
             with pytest.raises(RuntimeError, match="^step: the optimizer is in evaluation mode"):
@@ -227,7 +255,6 @@ def evaluate_averages(
             assert backend != "emulator" or not torch.equal(pipe.model[0].weight, averages)
             outputs.append(pipe.predict(make_batch(90)[0]).tolist())
     pipe.close()
-    assert not {"eval", "train"} & set(vars(optimizer))
     if rank == 0:
         torch.save((outputs, flatten(pipe.model)), folder / f"{backend}.pt")
 
@@ -265,11 +292,7 @@ def test_a_collected_pipeline_leaves_the_optimizer_to_the_next_one() -> None:
 @needs_processes
 def test_eval_of_an_optimizer_reaches_all_ranks(tmp_path: Path) -> None:
     evaluate_averages(0, tmp_path, "pipedream", "emulator")
-    run_in_group(
-        2,
-        functools.partial(evaluate_averages, method="pipedream", backend="distributed"),
-        tmp_path,
-    )
+    run_in_group(2, evaluate_averages, tmp_path, "pipedream", "distributed")
     expected, end = torch.load(tmp_path / "emulator.pt")
     outputs, weights = torch.load(tmp_path / "distributed.pt")
     assert outputs == expected and torch.equal(weights, end)
@@ -332,13 +355,11 @@ def test_ranks_refuse_coupled_optimizers_and_keep_groups(tmp_path: Path) -> None
 
 def differ_later(rank: int, folder: Path, method: str, name: str, replicas: int) -> None:
     where: Dict[str, Any] = {"stages": ["2"], "backend": "distributed", "replicas": replicas}
-    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    at_once = functools.partial(torch.optim.SGD, lr=0.1 + rank, momentum=0.9)
-    pipe = make_pipeline(method, at_once, **where)
+    pipe = make_pipeline(method, functools.partial(make_sgd, lr=0.1 + rank), **where)
     with pytest.raises(BadInput, match="^optimizer: group 0: lr: "):
         pipe.step(*make_batch(0))
     pipe.abort()
-    pipe = make_pipeline(method, sgd, **where)
+    pipe = make_pipeline(method, **where)
     for k in range(4):
         # both ranks change the same, as schedulers do
         pipe.optimizer.param_groups[0]["lr"] = 0.1 / (k + 1)
@@ -363,9 +384,8 @@ def test_ranks_whose_settings_part_are_refused(
     method: str, name: str, replicas: int, tmp_path: Path
 ) -> None:
     """Each stage or replica was trained with its own rank's rate, and nobody said so."""
-    work = functools.partial(differ_later, method=method, name=name, replicas=replicas)
-    run_in_group(2, work, tmp_path)
-    assert (tmp_path / "0.ended").exists() and (tmp_path / "1.ended").exists()
+    run_in_group(2, differ_later, tmp_path, method, name, replicas)
+    assert all((tmp_path / f"{rank}.ended").exists() for rank in range(2))
 
 
 # ---- settings by stage
@@ -389,25 +409,18 @@ def halve_rates(k: int, optimizer: Any) -> None:
 def test_settings_by_stage_are_those_of_groups_of_their_own(backend: str) -> None:
     if backend == "xla":
         pytest.importorskip("jax")
-    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     by_stage = {"lr": [0.1, 0.05], "momentum": {"from": 0.9, "to": 0.5}}
-    # the first stage has the delay
-    keys: Dict[str, Any] = {"method": "pipedream", "stages": ["2"]}
-    divided = {"by_stage": by_stage, "backend": backend}
-    ends = []
-    for optimizer, more in ((make_groups_of_stages, {}), (sgd, divided)):
-        pipe = make_pipeline(optimizer=optimizer, **keys, **more)
-        for k in range(UPDATES):
-            halve_rates(k, pipe.optimizer.optimizer)
-            pipe.step(*make_batch(k))
-        pipe.close()
-        ends.append(flatten(pipe.model))
-    assert torch.allclose(*ends, rtol=1e-12, atol=1e-14)
-    plain = make_pipeline(optimizer=sgd, **keys)
-    for k in range(UPDATES):
-        plain.step(*make_batch(k))
-    plain.close()
-    assert not torch.allclose(flatten(plain.model), ends[0], rtol=1e-3)
+    grouped, divided, plain = (
+        train_in_pipeline(optimizer, halve_rates, method="pipedream", **keys)[0]
+        for optimizer, keys in (
+            # the first stage has the delay
+            (make_groups_of_stages, {}),
+            (make_sgd, {"by_stage": by_stage, "backend": backend}),
+            (make_sgd, {}),
+        )
+    )
+    assert torch.allclose(grouped, divided, rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(plain, grouped, rtol=1e-3)
 
 
 def decouple_later(k: int, optimizer: Any) -> None:
@@ -432,9 +445,9 @@ def test_adam_may_decouple_its_weight_decay_on_xla(is_late: bool) -> None:
 @pytest.mark.parametrize(
     "by_stage, line",
     [
-        ([0.1], r"by_stage: \[0.1\]: must be a mapping of settings"),
-        ({"rate": [1, 2]}, "by_stage: rate: must be a setting of SGD: lr, momentum, "),
-        ({"lr": 0.1}, "by_stage.lr: 0.1: must be a list of values, one per stage, or "),
+        ([0.1], r"by_stage: \[0.1\]: "),
+        ({"rate": [1, 2]}, "by_stage: rate: "),
+        ({"lr": 0.1}, "by_stage.lr: 0.1: "),
         ({"lr": [0.1, 0.2, 0.3]}, "by_stage.lr: .*: must be one for each of 2 stages"),
         ({"momentum": [0.1, -0.2]}, "by_stage: Invalid momentum value: -0.2"),
     ],
@@ -445,40 +458,16 @@ def test_wrong_settings_by_stage_are_one_line(by_stage: Any, line: str) -> None:
         pipe.step(*make_batch(0))
 
 
-class HarmonicArray(torch.optim.SGD):
-    """Divide the rate by the number of steps, which an array of each group counts."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        for group in self.param_groups:
-            group.update(counts=np.zeros(2), others=[torch.ones(2)])
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["counts"][0] += 1
-            for p in group["params"]:
-                p.sub_(p.grad, alpha=group["lr"] / group["counts"][0])
-
-
-def test_an_array_that_an_optimizer_keeps_in_its_groups_is_kept() -> None:
-    weights, optimizer = train_in_pipeline(HarmonicArray, change_nothing)
-    assert torch.equal(weights, train_plainly(HarmonicArray, change_nothing))
-    assert optimizer.param_groups[0]["counts"].tolist() == [UPDATES, 0]
-
-
 class InOrder(torch.optim.SGD):
     """Keep momentum in a list, in the order of all parameters."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
-        every = [p for group in self.param_groups for p in group["params"]]
-        self.velocities = [torch.zeros_like(p) for p in every]
+        self.velocities = [torch.zeros_like(p) for p in list_parameters(self)]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        every = [p for group in self.param_groups for p in group["params"]]
-        for p, velocity in zip(every, self.velocities):
+        for p, velocity in zip(list_parameters(self), self.velocities):
             p.sub_(velocity.mul_(0.9).add_(p.grad), alpha=0.1)
 
 
