@@ -12,13 +12,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
+import ipu_pipe
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.comparison.method_comparison import compare_methods
 from ipu_pipe.config.load import load_config
@@ -27,7 +27,7 @@ from ipu_pipe.run import loop
 from ipu_pipe.run.train import reserve_folder, train
 from ipu_pipe.store import folder
 from ipu_pipe.store.folder import check_folder, lock_folder
-from tests.support.runs import DIGITS, ROOT, read_metrics
+from tests.support.runs import DIGITS, ROOT, list_faults, read_column
 from tests.test_train import run_train_tool  # noqa: F401
 
 SHORT = [
@@ -71,14 +71,6 @@ time.sleep(600)
         process.wait()
 
 
-def wait_until_true(condition: Any, seconds: float = 120.0) -> None:
-    """Poll a condition until it is true; fail after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # ---- two runs in one folder
 
 
@@ -91,45 +83,21 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_loses_nothing(
     Story: --resume beside a live run left 37 of 124 lines of its metrics with exit code 0;
     --overwrite deleted its files.
     """
-    out, go_file, waiting_file = (tmp_path / name for name in ("run", "go", "waiting"))
-    arguments = [DIGITS, "--out", str(out), "--set", *SHORT]
-    # a run that waits in its second half until the go file exists
-    code = f"""
-import sys, time
-from pathlib import Path
-from ipu_pipe.backends.emulator.replay import Emulator
-step = Emulator.advance
-def wait_then_step(self, microbatches):
-    if self.update == 2:
-        Path({str(waiting_file)!r}).touch()
-        while not Path({str(go_file)!r}).exists():
-            time.sleep(0.02)
-    return step(self, microbatches)
-Emulator.advance = wait_then_step
-sys.argv = ['train', *{arguments!r}]
-from ipu_pipe.cli.train import main
-main()
-"""
-    live_run = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    try:
-        wait_until_true(lambda: waiting_file.exists() or live_run.poll() is not None)
-        before = read_tree(out)
+    arguments = [DIGITS, "--out", str(tmp_path), "--set", *SHORT]
+
+    def start_second_runs(now: ipu_pipe.Moment) -> None:
+        before = read_tree(tmp_path)
         for option in ("--resume", "--overwrite"):
-            exit_code, _, error_line = run_train_tool(*arguments, option)
-            assert exit_code == 2 and error_line.count("\n") == 1
-            place = f"error: --out: {out}: process {live_run.pid} writes a run there: "
-            assert error_line == place + "wait for it, or give another folder\n"
-        assert read_tree(out) == before
-        go_file.touch()
-        _, error = live_run.communicate(timeout=120)
-    finally:
-        live_run.kill()
-        live_run.wait()
-    assert live_run.returncode == 0, error
-    assert [x["step"] for x in read_metrics(out) if "train_loss" in x] == [1, 2, 3, 4]
-    assert not (out / ".lock").exists()
+            code, _, line = run_train_tool(*arguments, option)
+            assert code == 2 and line.count("\n") == 1
+            assert f"--out: {tmp_path}: process {os.getpid()} writes a run there: " in line
+        assert read_tree(tmp_path) == before
+
+    callback = ipu_pipe.Callback()
+    callback.on_step = start_second_runs  # type: ignore[method-assign]
+    train(load_short_config(), tmp_path, quiet=True, callbacks=[callback])
+    assert len(read_column(tmp_path, "train_loss")) == 4
+    assert not (tmp_path / ".lock").exists()
 
 
 @pytest.mark.slow
@@ -219,7 +187,7 @@ def test_a_file_system_without_locks_is_reported_and_used(
     with reserve_folder(tmp_path, say=lines.append):
         (tmp_path / "config.yaml").write_text("")
     (line,) = lines
-    assert line.startswith(f"{tmp_path}: no locks on this file system: nothing keeps a second run")
+    assert line.startswith(f"{tmp_path}: no locks on this file system: ")
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
@@ -234,22 +202,21 @@ def test_overwriting_deletes_only_files_of_the_run(tmp_path: Path) -> None:
         (tmp_path / name).write_text("mine")
     (tmp_path / "checkpoints" / ".step-9.part").mkdir()
     (tmp_path / "checkpoints" / "step-7").symlink_to(tmp_path / "elsewhere")
-    with pytest.MonkeyPatch.context() as patched:
-        # the first thing that is done in the emptied folder
-        patched.setattr(loop, "write_json", Mock(side_effect=ZeroDivisionError))
-        with pytest.raises(ZeroDivisionError):
-            train(load_short_config(), tmp_path, overwrite=True, quiet=True)
+    # the first thing that is done in the emptied folder
+    fail_to_overwrite(tmp_path, loop, "write_json")
     assert set(read_tree(tmp_path)) == left
 
 
-def test_a_half_deleted_folder_still_counts_as_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fail_to_overwrite(out: Path, module: Any, function: str) -> None:
+    """Overwrite a run where a function of a module fails."""
+    failing = patch.object(module, function, side_effect=ZeroDivisionError)
+    with failing, pytest.raises(ZeroDivisionError):
+        train(load_short_config(), out, overwrite=True, quiet=True)
+
+
+def test_a_half_deleted_folder_still_counts_as_a_run(tmp_path: Path) -> None:
     train(load_short_config(), tmp_path, quiet=True)
-    with monkeypatch.context() as patched:
-        patched.setattr(folder.shutil, "rmtree", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(load_short_config(), tmp_path, overwrite=True, quiet=True)
+    fail_to_overwrite(tmp_path, folder.shutil, "rmtree")
     train(load_short_config(), tmp_path, overwrite=True, quiet=True)
 
 
@@ -265,7 +232,6 @@ def test_a_run_that_was_killed_at_its_beginning_is_replaced(
 FOREIGN = {
     "another program's checkpoints": "checkpoints/step-1/weights",
     "another program's tensorboard": "tensorboard/events.out.tfevents.1",
-    "another program's config": "config.yaml",
     "a config written by hand": "config.yaml",
     "anything else": "thesis/chapter.tex",
 }
@@ -278,23 +244,13 @@ def test_overwriting_a_folder_that_is_not_a_run_is_refused(what: str, tmp_path: 
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(Path(DIGITS).read_text() if "hand" in what else "method: other\n")
     before = read_tree(tmp_path)
-    with pytest.raises(
-        BadInput, match=f"^--overwrite: {tmp_path}: .*the folder is not a run"
-    ) as error:
-        train(load_short_config(), tmp_path, overwrite=True, quiet=True)
-    assert len(error.value.faults) == 1 and read_tree(tmp_path) == before
+    (fault,) = list_faults(train, load_short_config(), tmp_path, overwrite=True, quiet=True)
+    assert fault.startswith(f"--overwrite: {tmp_path}: ") and "the folder is not a run" in fault
+    assert read_tree(tmp_path) == before
 
 
-def test_an_empty_folder_name_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run_train_tool: Any,  # noqa: F811
-) -> None:
+def test_an_empty_folder_name_is_refused(run_train_tool: Any) -> None:  # noqa: F811
     """Story: an empty name was the current folder."""
     for options in (["--out", ""], ["--out", " ", "--overwrite"]):
         code, _, line = run_train_tool(DIGITS, *options)
         assert code == 2 and "--out" in line and "must name a folder" in line
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match="must name a folder"):
-        train(load_short_config(), "", quiet=True)
-    assert list(tmp_path.iterdir()) == []

@@ -34,36 +34,23 @@ def compute_schedule_rates(updates: int, updates_per_epoch: int = 10, **keys: An
     return [compute_rate(settings, BASE, k, updates, updates_per_epoch) for k in range(updates)]
 
 
-@pytest.mark.parametrize(
-    "keys, make",
-    [  # milestones in epochs of 10 updates; the others fall to 0
-        (
-            {"name": "step", "milestones": [2, 3.5], "gamma": 0.5},
-            lambda o: lr_scheduler.MultiStepLR(o, [20, 35], 0.5),
-        ),
-        ({"name": "constant"}, lambda o: lr_scheduler.ConstantLR(o, 1.0)),
-        ({"name": "cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=40)),
-        ({"name": "linear"}, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, total_iters=40)),
-    ],
-)
+# milestones in epochs of 10 updates; the others fall to 0
+@pytest.mark.parametrize("keys, make", [
+    ({"name": "step", "milestones": [2, 3.5], "gamma": 0.5}, lambda o: lr_scheduler.MultiStepLR(o, [20, 35], 0.5)),
+    ({"name": "constant"}, lambda o: lr_scheduler.ConstantLR(o, 1.0)),
+    ({"name": "cosine"}, lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=40)),
+    ({"name": "linear"}, lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, total_iters=40)),
+])  # fmt: skip
 def test_rates_equal_those_of_pytorch(keys: Any, make: Any) -> None:
-    assert compute_schedule_rates(40, 10, **keys) == pytest.approx(
-        list_torch_rates(make, 40), rel=1e-9
-    )
+    expected = list_torch_rates(make, 40)
+    assert compute_schedule_rates(40, 10, **keys) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
 def test_warm_up_rises_linearly_to_the_full_rate_and_the_rest_follows(name: str) -> None:
-    w, updates = 8, 48
-
-    def make_warm_up(optimizer: torch.optim.Optimizer) -> Any:
-        return lr_scheduler.LinearLR(
-            optimizer, start_factor=1 / w, end_factor=1.0, total_iters=w - 1
-        )
-
-    rates = compute_schedule_rates(updates, name=name, warmup_steps=w)
-    assert rates[:w] == pytest.approx(list_torch_rates(make_warm_up, w), rel=1e-9)
-    assert rates[w:] == pytest.approx(compute_schedule_rates(updates - w, name=name), rel=1e-12)
+    rates = compute_schedule_rates(48, name=name, warmup_steps=8)
+    assert rates[:8] == pytest.approx([BASE * k / 8 for k in range(1, 9)], rel=1e-9)
+    assert rates[8:] == pytest.approx(compute_schedule_rates(40, name=name), rel=1e-12)
 
 
 def test_warm_up_does_not_shift_the_milestones() -> None:
@@ -80,6 +67,6 @@ def test_warm_up_does_not_shift_the_milestones() -> None:
 def test_no_rate_is_negative_or_above_the_base(
     name: str, warmup: int, updates: int, k: int
 ) -> None:
-    milestones: List[float] = [1] if name == "step" else []
+    milestones = [1] if name == "step" else []
     settings = LrSchedule(name=name, warmup_steps=warmup, milestones=milestones)  # type: ignore[arg-type]
     assert 0 <= compute_rate(settings, BASE, k, updates, 4) <= BASE

@@ -40,7 +40,7 @@ from tests.test_pipeline import CASES
 from tests.test_pipeline_state import MovingCenter
 
 pytestmark = needs_processes
-ON_TWO: Dict[str, Any] = {"backend": "distributed", "deadline": 60}
+ON_TWO = {"backend": "distributed", "deadline": 60}
 # methods whose delays are drawn, so that processes refuse them
 EMULATED = ("pipemare_hogwild", "randomized_pipedream", "randomized_nag")
 
@@ -251,7 +251,7 @@ class Watched(nn.Module):
         super().__init__()
         self.calls = [0, 0]
         self.a = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.3))
-        middle: nn.Module = nn.Linear(32, 32)
+        middle = nn.Linear(32, 32)
         # a method whose backward reads newer weights refuses it
         if not has_old_weights:
             middle = nn.utils.parametrizations.spectral_norm(middle)
@@ -332,15 +332,6 @@ def begin(method: str, **keys: Any) -> Loop:
     loop = Loop(ON_PROCESSES[method], **{**ON_TWO, **keys})
     loop.run(0, 3, drains=False)
     return loop
-
-
-def shuffle_on_each_rank(rank: int, folder: Path) -> None:
-    loop = begin("pipedream")
-    with pytest.raises(RunFault) as fault:
-        for k in range(8):
-            loop.pipe.step(*make_loop_batch(loop.case, k + 100 * rank))
-    assert rank == 1 or "do not shard the loader by rank" in str(fault.value)
-    assert loop.pipe.close() == []
 
 
 def fail_on_one_rank(rank: int, folder: Path) -> None:
@@ -453,7 +444,7 @@ def hook_the_model_later(rank: int, folder: Path) -> None:
 ERRORS = [
     hook_the_model_later,
     pass_other_arguments_by_rank,
-    shuffle_on_each_rank,
+
     fail_on_one_rank,
     call_late,
     call_another_method,
@@ -480,7 +471,7 @@ def pass_different_arguments(rank: int, folder: Path) -> None:
         Loop(case, **ON_TWO)
     # stories: the first step waited for the deadline; or a trace had one rank's events alone
     model = make_perceptron()
-    keys: Dict[str, Any] = {"model": model, "optimizer": make_sgd(model.parameters()), **ON_TWO}
+    keys = {"model": model, "optimizer": make_sgd(model.parameters()), **ON_TWO}
     for key, value in {"trace": range(2), "loss": cross_entropy}.items():
         arguments = {"loss": cross_entropy, **keys, key: value if rank else None}
         with pytest.raises(BadInput, match=f"^{key}: rank 0 has null, rank 1 has "):

@@ -20,34 +20,25 @@ from ipu_pipe.run.progress import Bar, Lines, Progress
 DIGITS = "configs/mlp_digits.yaml"
 
 
-class ManualClock:
-    """Clock whose time the test sets."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def collect_lines(
     updates: int, seconds: float, per_epoch: Optional[int], evaluates: bool = False
 ) -> List[str]:
     """Return the lines of a run of `updates` updates of `seconds` each."""
-    clock, lines = ManualClock(), []
-    bar = Bar(0, per_epoch, Lines(updates, per_epoch, lines.append, clock))
+    now, lines = 100.0, []
+    bar = Bar(0, per_epoch, Lines(updates, per_epoch, lines.append, lambda: now))
     for done in range(1, updates + 1):
-        clock.now += seconds
+        now += seconds
         bar.advance(1.0, 0.5, 64.0)
         if evaluates and per_epoch and done % per_epoch == 0:
-            clock.now += 5.0
+            now += 5.0
             bar.show_evaluation(EvaluationResult(0.5, {"accuracy": 0.75}))
     bar.end_epoch()
     return lines
 
 
 # updates, seconds of each, updates of an epoch, whether it evaluates, then the begins of lines
-LINES: List[Any] = [
-    (100, 1.0, 1000, False, [f"update {n}/100, epoch 0.0{n // 10}: loss 1.000 accuracy 0.500, 64 " for n in (30, 60, 90)]),
+LINES = [
+    (100, 1.0, 1000, False, [f"update {n}/100, epoch 0.0{n // 10}:" for n in (30, 60, 90)]),
     # at the ends of epochs, though not more than one a second
     (30, 1.0, 10, False, [f"update {n}0/30, epoch {n}:" for n in (1, 2, 3)]),
     (125, 0.03, 10, False, [f"update {n}0/125, epoch {n}:" for n in (4, 8, 12)]),
@@ -75,12 +66,8 @@ def test_output_to_a_file_has_no_carriage_returns(
     with Progress().show_bar(3, 0, 3) as bar:
         for _ in range(3):
             bar.advance(1.0, None, 8.0)
-    output: Any = sys.stderr.getvalue()
-    lines = [
-        f"update {n}/3, epoch {e}: loss 1.000, 8 samples/s"
-        for n, e in ((1, 0.33), (2, 0.67), (3, 1), (3, 1))
-    ]
-    assert output.split("\n") == [*lines, ""]
+    output = sys.stderr.getvalue()
+    assert output.count("\n") == output.count("update ") == 4 and "\r" not in output
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])

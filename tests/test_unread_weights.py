@@ -26,7 +26,7 @@ from tests.support.runs import list_faults
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-X, Y = torch.randn(4, 4, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 0])
+X, Y = torch.eye(4, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
 CORRECTED = {"t1": {"anneal_updates": 5}, "t2": {"decay": 0.5}}
 # method -> microbatches of an update, and the settings of its rules
 METHODS: Dict[str, Tuple[int, Dict[str, Any]]] = {
@@ -59,12 +59,12 @@ def call_head(model: Any) -> Loss:
 def call_head_in_chunks(model: Any) -> Loss:
     """Return a loss that never has the logits of all samples at once."""
 
-    def loss(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        sums = [
-            F.cross_entropy(model.head(part), labels, reduction="sum")
-            for part, labels in zip(h.chunk(2), y.chunk(2))
-        ]
-        return torch.stack(sums).sum() / len(y)
+    def loss(h: torch.Tensor, y: torch.Tensor) -> Any:
+        parts = zip(h.chunk(2), y.chunk(2))
+        sums = (
+            F.cross_entropy(model.head(part), labels, reduction="sum") for part, labels in parts
+        )
+        return sum(sums) / len(y)
 
     return loss
 
@@ -83,7 +83,9 @@ def train(model: Any, loss: Loss, method: str, **keys: Any) -> List[float]:
     pipe = ipu_pipe.Pipeline(
         model, loss, optimizer, method, stages=["b"], microbatches=microbatches, method_args=args, **keys
     )  # fmt: skip
-    updates = [update for batch in draw_batches(4 * microbatches) for update in pipe.step(*batch)]
+    updates = []
+    for batch in draw_batches(4 * microbatches):
+        updates += pipe.step(*batch)
     return [update.loss for update in updates + pipe.close()]
 
 
@@ -99,9 +101,8 @@ def test_a_head_in_the_loss_is_trained_as_in_the_model(method: str) -> None:
     losses = train(inside, F.cross_entropy, method)
     assert train(outside, call_head(outside), method) == losses
     assert measure_distance(inside, outside) == 0
-    assert torch.tensor(train(chunked, call_head_in_chunks(chunked), method)) == pytest.approx(
-        torch.tensor(losses), abs=1e-12
-    )
+    in_chunks = train(chunked, call_head_in_chunks(chunked), method)
+    assert in_chunks == pytest.approx(losses, abs=1e-12)
     assert measure_distance(inside, chunked) < 1e-12
 
 
@@ -144,15 +145,10 @@ def read_by_name(m: Any, x: torch.Tensor) -> Any:
     return F.linear(run_backbone(m, x), m.head.weight, m.head.bias)
 
 
-class Mixture(nn.Module):
-    """A mixture of two experts, of which the second gets no sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(4, 8), nn.Linear(4, 8)])
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.experts[0](x)
+def make_mixture() -> nn.Module:
+    """Return a mixture of two experts, of which the second gets no sample."""
+    experts = nn.ModuleList([nn.Linear(4, 8), nn.Linear(4, 8)])
+    return Composed(lambda m, x: m.experts[0](x), experts=experts)
 
 
 def make_parameter() -> nn.Parameter:
@@ -163,9 +159,7 @@ def make_parameter() -> nn.Parameter:
 PLACES: Dict[str, Tuple[Callable[[], Any], Dict[str, int]]] = {
     "head": (make_model, {"a.weight": 0, "b.weight": 1, "head.weight": 1, "head.bias": 1}),
     "read and unread parameters of one module": (
-        lambda: make_model(
-            read_in_training, early=make_parameter(), late=make_parameter(), mean=torch.zeros(4)
-        ),
+        lambda: make_model(read_in_training, early=make_parameter(), late=make_parameter(), mean=torch.zeros(4)),
         {"early": 0, "late": 1, "mean": 1},
     ),
     "read in evaluation": (
@@ -173,7 +167,7 @@ PLACES: Dict[str, Tuple[Callable[[], Any], Dict[str, int]]] = {
         {"early": 0},
     ),
     "an expert without samples": (
-        lambda: make_model(a=Mixture()),
+        lambda: make_model(a=make_mixture()),
         {"a.experts.0.weight": 0, "a.experts.1.weight": 0, "head.weight": 1},
     ),
     "of a whole module": (
@@ -186,34 +180,33 @@ PLACES: Dict[str, Tuple[Callable[[], Any], Dict[str, int]]] = {
 @pytest.mark.parametrize("case", PLACES)
 def test_stages_and_pieces_agree_where_a_weight_belongs(case: str) -> None:
     make, expected = PLACES[case]
-    model, x = make(), X.double()
-    part, pieces = partition(model, x, ["b"]), cut_model(model, ["b"], x)
+    model = make()
+    part, pieces = partition(model, X, ["b"]), cut_model(model, ["b"], X)
     stage_of = part.stage_of()
-    assert not part.shared and sorted(stage_of) == sorted(n for n, _ in model.named_parameters())
-    held = [set(piece.select_state()) for piece in pieces]
-    assert held[0] | held[1] == set(model.state_dict()) and not held[0] & held[1]
+    assert not part.shared and stage_of.keys() == dict(model.named_parameters()).keys()
+    first, second = held = [set(piece.select_state()) for piece in pieces]
+    assert first | second == set(model.state_dict()) and not first & second
     for name, stage in expected.items():
         assert stage_of.get(name, stage) == stage and name in held[stage]
-    verify_pieces(model, pieces, x)
+    verify_pieces(model, pieces, X)
 
 
 @pytest.mark.parametrize(
-    "stages, last",
-    [(2, 1), ({"count": 2, "by": "parameters"}, 1), ("finest", 1), ({"finest": 5}, 4), (1, 0)],
+    "stages, last", [(2, 1), ({"count": 2, "by": "parameters"}, 1), ({"finest": 5}, 4), (1, 0)]
 )
 def test_every_choice_of_stages_has_them_in_its_last(stages: Any, last: int) -> None:
-    part = partition(make_model(), X.double(), stages)
+    part = partition(make_model(), X, stages)
     assert len(part) == last + 1
     assert set(part.stages[last].parameters) >= {"head.weight", "head.bias"}
 
 
 def test_no_stage_begins_at_a_module_that_only_the_loss_calls() -> None:
     model = make_model()
-    (fault,) = list_faults(partition, model, X.double(), 3)
+    (fault,) = list_faults(partition, model, X, 3)
     assert fault.startswith("stages: 3: must be at most 2")
-    part = partition(model, X.double(), ["b"])
+    part = partition(model, X, ["b"])
     loss = call_head(model)
-    observation = observe_training(model, X.double(), Y, lambda x, y: loss(model(x), y))
+    observation = observe_training(model, X, Y, lambda x, y: loss(model(x), y))
     footprint = make_footprint(model, part, observation)
     assert [unit["name"] for unit in footprint.units] == ["", "b"]
     # samples x inputs x outputs of b and of the head
@@ -224,8 +217,9 @@ def test_no_stage_begins_at_a_module_that_only_the_loss_calls() -> None:
 
 
 def verify_loss(model: Any, loss: Loss) -> None:
-    pieces = cut_model(model, ["b"], X.double())
-    verify_losses(model, pieces, loss, (X.double(), Y), {})
+    pieces = cut_model(model, ["b"], X)
+    verify_pieces(model, pieces, X)
+    verify_losses(model, pieces, loss, (X, Y), {})
 
 
 def test_processes_take_a_loss_that_reads_the_head() -> None:
@@ -245,14 +239,10 @@ def run_with_penalty(m: Any, x: torch.Tensor) -> Any:
 
 
 def test_processes_refuse_a_loss_that_reads_an_earlier_stage_and_the_advice_works() -> None:
-    model = make_model()
-    (fault,) = list_faults(
-        verify_loss, model, lambda h, y: F.cross_entropy(model.head(h), y) + penalize(model)
-    )
+    model, advised = make_model(), make_model(run_with_penalty)
+    loss = call_head(model)
+    (fault,) = list_faults(verify_loss, model, lambda h, y: loss(h, y) + penalize(model))
     assert fault.startswith("loss: reads a.weight of the model")
-    advised = make_model(run_with_penalty)
-    pieces = cut_model(advised, ["b"], X.double())
-    verify_pieces(advised, pieces, X.double())
     verify_loss(advised, lambda output, y: F.cross_entropy(output[0], y) + output[1])
 
 
@@ -260,27 +250,21 @@ def test_a_model_may_return_a_weight() -> None:
     """Story: in evaluation the whole model's output was the weight itself, which had a gradient, and
     the pieces' was a copy; so the model was refused."""
     model = make_model(lambda m, x: (run_backbone(m, x), m.head.weight))
-    pieces = cut_model(model, ["b"], X.double())
-    verify_pieces(model, pieces, X.double())
+    pieces = cut_model(model, ["b"], X)
+    verify_pieces(model, pieces, X)
     assert "head.weight" in pieces[1].list_weights()
-
-
-def make_arguments(method: str, **keys: Any) -> Dict[str, Any]:
-    model = make_model().float()
-    batches = [(X, Y)] * 4
-    config = configure(
-        method=method, stages=["b"], micro_batch_size=4, steps=2, evaluate={"every": 0}, **keys
-    )
-    data = ipu_pipe.from_loader(batches, batches)
-    return {"config": config, "model": model, "data": data, "loss": call_head(model)}
 
 
 def test_blocks_and_ipus_refuse_it(poptorch: Any) -> None:
     """The first block's loss would train a weight of the last block."""
-    keys = {"backend": {"name": "poptorch", "ipu": {}}, "gradient_accumulation": 4}
-    for arguments, reason in (
-        (make_arguments("local_greedy"), "block 0 "),
-        (make_arguments("gpipe", **keys), "PopTorch compiles"),
+    ipus = {"backend": {"name": "poptorch", "ipu": {}}, "gradient_accumulation": 4}
+    batches = [(X.float(), Y)] * 4
+    data = ipu_pipe.from_loader(batches, batches)
+    for method, keys, reason in (
+        ("local_greedy", {}, "block 0 "),
+        ("gpipe", ipus, "PopTorch compiles"),
     ):
-        (fault,) = list_faults(build, **arguments)
+        model = make_model().float()
+        config = configure(method=method, stages=["b"], micro_batch_size=4, steps=2, **keys)
+        (fault,) = list_faults(build, config, model, data, loss=call_head(model))
         assert fault.startswith(f"loss: reads head.weight, head.bias of the model, but {reason}")
