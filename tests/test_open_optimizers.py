@@ -17,8 +17,6 @@ from ipu_pipe.config.compare import compare_deciding, select_deciding
 from ipu_pipe.data.sources import TensorData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.run.build import build
-from ipu_pipe.update.apply import FORWARD
-from ipu_pipe.update.optimizer import make_factory_of
 from ipu_pipe.update.rates import simulate_scheduler
 from tests.support.runs import list_faults, read_column, read_summary
 
@@ -120,22 +118,6 @@ def test_an_invalid_or_foreign_optimizer_is_reported_in_one_line(
         (fault,) = list_faults(train_with_optimizer, tmp_path / "run", net, **arguments)
         assert re.search(message, fault)
     assert not (tmp_path / "run").exists()
-
-
-def test_groups_with_rates_of_their_own_are_predicted_by_them() -> None:
-    """SpecTrain reads w - lr T v, in which lr is that of the weight's own group."""
-    net = make_tanh_model()
-    optimizer = torch.optim.SGD(make_fine_tuning_groups(net), lr=0.5, momentum=0.5)
-    config = ipu_pipe.configure(**HOW, method="spectrain")
-    job = build(config, net, make_labelled_data(), optimizer=make_factory_of(optimizer))
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    job.rules.step(0, None)
-    ((velocities, c),) = job.rules.compute_corrections(0, FORWARD, 1)
-    weight, bias = job.rules.stages[0].groups
-    assert [weight["lr"], bias["lr"]] == [0.5, 0.002] and c == -2 * 0.5  # a delay of 2
-    assert torch.allclose(velocities[0], 1 + 0.1 * make_tanh_model()[0].weight, rtol=1e-6)
-    assert torch.allclose(velocities[1], torch.full((6,), 0.002 / 0.5))
 
 
 SCHEDULERS = {

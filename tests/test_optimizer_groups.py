@@ -3,7 +3,6 @@ of optimizers by hand."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import math
@@ -20,7 +19,6 @@ from ipu_pipe.data.text import TextData
 from ipu_pipe.errors import BadInput
 from ipu_pipe.report.memory import build_memory_table
 from ipu_pipe.run.build import build
-from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.update.optimizer import (
     Member,
     count_state_bytes,
@@ -29,15 +27,7 @@ from ipu_pipe.update.optimizer import (
     make_placeholder,
     spread_settings,
 )
-from tests.staged_models import draw_microbatches, join_stages
-from tests.support.acts import Counting
 from tests.support.runs import read_state, read_summary
-from tests.test_emulator_exact import (
-    assert_equals_stages,
-    make_seeded_stages,
-    train_literally,
-    train_on_emulator,
-)
 from tests.test_open_optimizers import HOW, are_weights_equal, make_labelled_data
 from tests.test_update import make_staged_model
 
@@ -237,17 +227,6 @@ def test_rates_of_all_groups_scale_together() -> None:
 
 
 # ---- optimizers of the user's own, and the presets that need groups or settings by stage
-
-
-def test_users_optimizers_take_two_buffered_weights() -> None:
-    args = {"error_feedback": {"scale": 0.5}}
-    method = resolve_method("pipedream_2bw", args)
-    stages, batch = make_seeded_stages("mlp"), draw_microbatches(24)
-    twin, unsplit = copy.deepcopy(stages), join_stages(stages)
-    make_optimizer = functools.partial(Counting, lr=0.01)
-    train_on_emulator(unsplit, method, 4, batch, make_optimizer, args=args)
-    train_literally(twin, method, 4, batch, make_optimizer, args=args)
-    assert_equals_stages(unsplit, twin)
 
 
 def make_synthetic_text(**options: Any) -> TextData:

@@ -444,7 +444,6 @@ def hook_the_model_later(rank: int, folder: Path) -> None:
 ERRORS = [
     hook_the_model_later,
     pass_other_arguments_by_rank,
-
     fail_on_one_rank,
     call_late,
     call_another_method,

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, List
 from unittest.mock import Mock
 
 import pytest
@@ -103,7 +103,8 @@ def make_slow_timer(name: str) -> Any:
     """Return a timer by which one module takes longer than all others."""
 
     def time_passes(model: Any, losses: Any, begins: Any, backward_flops: Any) -> PassSeconds:
-        seconds = [100.0 if i == begins.get(name) else 1.0 for i in range(len(backward_flops))]
+        seconds = [1.0] * len(backward_flops)
+        seconds[begins[name]] = 100.0
         return PassSeconds(seconds, seconds, [0.0] * len(seconds))
 
     return time_passes
@@ -146,7 +147,7 @@ def test_only_training_changes_a_buffer_that_is_rebound(tmp_path: Path) -> None:
     assert float(model.count) == 12 * 4
 
 
-@pytest.mark.parametrize("subset", [5, 128, 130, 300])
+@pytest.mark.parametrize("subset", [5, 130, 300])
 def test_evaluation_takes_the_subset_and_no_more(subset: int) -> None:
     """The subset was once rounded up to whole batches of 128."""
     x, y = torch.randn(290, 6), torch.randint(0, 3, (290,))
@@ -155,11 +156,11 @@ def test_evaluation_takes_the_subset_and_no_more(subset: int) -> None:
     config = ipu_pipe.configure(evaluate={"subset": subset})
     data = ipu_pipe.data.TensorData((x, y), (x, y))
     output, labels = model(x[:subset]).detach(), y[:subset]
-    for loss in (nn.functional.cross_entropy, nn.CrossEntropyLoss()):
-        evaluated_loss, metrics = evaluate(set_up(config, model, data, loss))[-1]
-        assert evaluated_loss == pytest.approx(float(loss(output, labels)), rel=1e-5)
-        accuracy = (output.argmax(1) == labels)[labels != -100].float().mean()
-        assert metrics["accuracy"] == pytest.approx(float(accuracy))
+    loss, metrics = evaluate(set_up(config, model, data))[-1]
+    expected = float(nn.functional.cross_entropy(output, labels))
+    assert loss == pytest.approx(expected, rel=1e-5)
+    accuracy = (output.argmax(1) == labels)[labels != -100].float().mean()
+    assert metrics["accuracy"] == pytest.approx(float(accuracy))
     y[:] = -100
     assert evaluate(set_up(config, model, data)) == [(None, {"accuracy": None})]
 
@@ -235,22 +236,17 @@ def make_derived() -> nn.Module:
     )  # fmt: skip
 
 
-def test_derived_weights_are_refused_by_name_where_it_matters(tmp_path: Path) -> None:
-    pipemare, pipedream = (
-        make_short_config(f"method={method}", "stages=null") for method in ("pipemare", "pipedream")
-    )
+def test_derived_weights_are_refused_by_name_where_it_matters() -> None:
     with pytest.raises(BadInput, match="tensors derived from weight"):
-        train(pipemare, tmp_path / "a", model=make_derived(), quiet=True)
-    assert not (tmp_path / "a" / "config.yaml").exists()
-    train(pipedream, tmp_path / "b", model=make_derived(), quiet=True)
+        build(make_short_config("method=pipemare", "stages=null"), model=make_derived())
+    build(make_short_config("method=pipedream", "stages=null"), model=make_derived())
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    wild = make_short_config("optimizer.lr=1e18", "method=pipemare")
+    wild = ["optimizer.lr=1e18", "method=pipemare"]
     with pytest.raises(RunFault, match="update .* pipemare: the training loss is"):
-        train(wild, tmp_path / "a", quiet=True)
-    allowed = wild.model_copy(update={"allow_nonfinite": True})
-    train(allowed, tmp_path / "b", quiet=True)
+        train(make_short_config(*wild), tmp_path / "a", quiet=True)
+    train(make_short_config(*wild, "allow_nonfinite=true"), tmp_path / "b", quiet=True)
     assert read_summary(tmp_path / "b")["final"]["test_loss"] is None
 
 
@@ -271,7 +267,7 @@ def test_the_readmes_example_runs() -> None:
     x = torch.randn(64, 64)
     batches = list(zip(x.split(8), x[:, :10].argmax(1).split(8)))
     output: List[Any] = []
-    names: Dict[str, Any] = {"print": lambda *words: output.append(words)}
+    names = {"print": lambda *words: output.append(words)}
     names.update(my_train_loader=batches, my_test_loader=batches)
     exec(model + loop, names)
     # all updates except those that the evaluation's drain finished, then the evaluation
