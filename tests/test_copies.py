@@ -20,7 +20,7 @@ from tests.support.runs import assert_same
 
 MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
 Batches = List[Tuple[torch.Tensor, torch.Tensor]]
-MASTERS: Dict[str, Any] = {"method": "pipemare", "precision": "bfloat16_mixed"}
+MASTERS = {"method": "pipemare", "precision": "bfloat16_mixed"}
 OUTER = {"lr": 0.7}
 
 
@@ -281,7 +281,7 @@ def test_a_loop_may_evaluate_first_in_inference_mode() -> None:
 
 def check_copies_on_rank(rank: int, folder: Path) -> None:
     """Check as one of two ranks what a walk of tests/test_seam.py does not do."""
-    on_ranks: Dict[str, Any] = {"backend": "distributed", "deadline": 60}
+    on_ranks = {"backend": "distributed", "deadline": 60}
     batches = draw_batches(6)
     # two stages of one rank step apart
     assert_same(train_counting("distributed", 3).state_dict(), train_plainly(batches[:4]))

@@ -272,7 +272,7 @@ def test_rounds_drain_at_their_end_only(name: str) -> None:
                 call()
     models = []
     for each_loop in (plain, loop):
-        expectation: Any = contextlib.nullcontext()
+        expectation = contextlib.nullcontext()
         if not each_loop.pipe.can_drain:
             expectation = pytest.warns(UserWarning, match="^close: .*without that step")
         with expectation:
@@ -313,7 +313,7 @@ def step_with_other_parameters(pipe: ipu_pipe.Pipeline, x: Any, y: Any) -> None:
         parameters[0] = first
 
 
-CALLS: List[Any] = [
+CALLS = [
     lambda pipe, x, y: pipe.step(),
     lambda pipe, x, y: pipe.step(x),
     lambda pipe, x, y: pipe.step(x, y[:-1]),

@@ -29,7 +29,7 @@ from tests.support.loops import (
 from tests.support.processes import run_in_group
 from tests.support.runs import assert_same, needs_processes
 
-ON_TWO: Dict[str, Any] = {"backend": "distributed", "deadline": 60}
+ON_TWO = {"backend": "distributed", "deadline": 60}
 PIPEDREAM = Case("pipedream", 2, stages=["5"])
 GREEDY = Case("local_greedy", 2, stages=["5"])
 REPLICAS = Case("pipedream_flush", 4, replicas=2)
@@ -172,7 +172,7 @@ def load_a_wrong_part(rank: int, folder: Path) -> None:
     loop = Loop(PIPEDREAM, **ON_TWO)
     loop.run(0, 2)
     part = loop.pipe.state_dict(sharded=True)
-    parts: List[Any] = [None, None]
+    parts = [None, None]
     dist.all_gather_object(parts, part)
     with pytest.raises(BadInput, match="^load_state_dict: layout .* a part fits its own rank"):
         loop.pipe.load_state_dict(parts[1 - rank])

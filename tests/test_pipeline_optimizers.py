@@ -354,7 +354,7 @@ def test_ranks_refuse_coupled_optimizers_and_keep_groups(tmp_path: Path) -> None
 
 
 def differ_later(rank: int, folder: Path, method: str, name: str, replicas: int) -> None:
-    where: Dict[str, Any] = {"stages": ["2"], "backend": "distributed", "replicas": replicas}
+    where = {"stages": ["2"], "backend": "distributed", "replicas": replicas}
     pipe = make_pipeline(method, functools.partial(make_sgd, lr=0.1 + rank), **where)
     with pytest.raises(BadInput, match="^optimizer: group 0: lr: "):
         pipe.step(*make_batch(0))

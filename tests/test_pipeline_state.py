@@ -50,7 +50,7 @@ def make_batch(k: int) -> Tuple[torch.Tensor, torch.Tensor]:
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    layers: List[nn.Module] = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh()]
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(8, 4)).double()
 
 
@@ -97,7 +97,7 @@ def list_leaves(value: Any, path: Tuple[Any, ...] = ()) -> Iterator[Tuple[Any, .
     """Yield the paths of all entries, containers too."""
     if path:
         yield path
-    keys: Any = value if isinstance(value, dict) else ()
+    keys = value if isinstance(value, dict) else ()
     for key in range(len(value)) if isinstance(value, list) else keys:
         yield from list_leaves(value[key], (*path, key))
 
@@ -108,7 +108,7 @@ def get_at(state: Any, path: Tuple[Any, ...]) -> Any:
 
 def list_substitutes(value: Any) -> List[Any]:
     """List values of other types, shapes and dtypes than `value`."""
-    others: List[Any] = [None, True, "x", -1, float("nan"), torch.zeros(2, 3, 5), {}, []]
+    others = [None, True, "x", -1, float("nan"), torch.zeros(2, 3, 5), {}, []]
     if isinstance(value, torch.Tensor):
         others += [value.int() if value.is_floating_point() else value.double(), value.float()]
     return others
@@ -191,7 +191,7 @@ def test_every_wrong_state_is_refused_by_one_line_and_changes_nothing(
 def test_other_wrong_states_are_refused() -> None:
     state = make_state()
     more = {**state["optimizer"], "9.weight/momentum_buffer": torch.ones(1)}
-    wrong: List[Tuple[Any, str]] = [
+    wrong = [
         (None, ""), (3, ""), ([], ""), ("x", ""), ({}, "lacks"), ({"model": {}}, "lacks"),
         ({**state, "drains": [2, 1, 3]}, "drains: .*must grow"), ({**state, "updates": 10**30}, "updates"),
         ({**state, "method": "gpipe"}, "state of method gpipe"), ({**state, "optimizer": more}, "optimizer: 9.weight"),
@@ -412,7 +412,7 @@ def save_and_load_on_ranks(rank: int, folder: Path) -> None:
         pipe = make_centered(backend="distributed")
         for k in range(3):
             pipe.step(*make_batch(k))
-        states: List[Any] = [copy.deepcopy(pipe.state_dict(sharded=is_sharded))]
+        states = [copy.deepcopy(pipe.state_dict(sharded=is_sharded))]
         if not is_sharded:
             if rank == 0:
                 saved = {"pipe": states[0], "optimizer": pipe.optimizer.optimizer.state_dict()}

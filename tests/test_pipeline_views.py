@@ -6,7 +6,7 @@ from __future__ import annotations
 import html
 import json
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ NAMES = [
     "local_sgd_rounds",
     "zbv",
 ]
-ON_TWO: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
+ON_TWO = {"backend": "distributed", "backend_args": {"deadline": 60}}
 
 
 def list_updates(trace: Any, loop: Loop) -> set:

@@ -38,7 +38,7 @@ class Case(NamedTuple):
 def make_perceptron(dropout: float = 0.0) -> nn.Sequential:
     """Return a float64 perceptron of 5 layers with a BatchNorm, whose stages begin at `STAGES`."""
     torch.manual_seed(0)
-    layers: List[nn.Module] = [nn.Linear(6, 8), nn.Tanh()]
+    layers = [nn.Linear(6, 8), nn.Tanh()]
     layers += [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()]
     layers += [nn.Linear(8, 8), nn.Dropout(dropout), nn.Tanh()]
     layers += [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5)]
@@ -80,7 +80,7 @@ def count_stages(case: Case) -> int:
 def make_loop_batch(case: Case, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return batch k: the microbatches that `train` reads, one replica after another."""
     method, count = resolve_method(case.method, case.args), count_microbatches(case)
-    numbers: Any = range(k * count, (k + 1) * count)
+    numbers = range(k * count, (k + 1) * count)
     if method.history is not None:
         stages = count_stages(case)
         table = VersionTable(make_schedule(method, stages, UPDATES, 1), method, 0)
@@ -107,7 +107,7 @@ def train_with_config(
     args = dict(case.args)
     if case.warmup:
         args["warmup"] = {"epochs": case.warmup / EPOCH}
-    keys: Dict[str, Any] = {
+    keys = {
         "method": case.method,
         "stages": case.stages,
         "gradient_accumulation": case.microbatches,
