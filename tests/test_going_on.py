@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any, Dict, List
@@ -11,17 +12,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ipu_pipe.config.load import load_config
-from ipu_pipe.config.sections import InitFrom
 from ipu_pipe.errors import BadInput, end_process
 from ipu_pipe.run.build import build
 from ipu_pipe.run.setup import set_up
 from ipu_pipe.run.train import train
-from tests.support.models import Versioned
+from tests.support.models import Composed, Versioned
 from tests.support.processes import run_in_group
 from tests.support.runs import (
     assert_same,
     assert_same_state,
+    find_checkpoint,
     list_faults,
     needs_processes,
     read_json,
@@ -32,8 +32,7 @@ from tests.test_train import DIGITS, make_set_options, make_short_config, run_tr
 
 BASE = [
     "optimizer.momentum=0.9", "optimizer.lr=0.02", "checkpoint.every=4", "checkpoint.keep=9", "log.every=1",
-    "log.tensorboard=false", "model.args.width=8", "evaluate.every=0", "evaluate.subset=32", "stages=3",
-    "gradient_accumulation=2",
+    "model.args.width=8", "evaluate.every=0", "evaluate.subset=32", "stages=3", "gradient_accumulation=2",
 ]  # fmt: skip
 COSINE = "lr_schedule={name: cosine, warmup_steps: 2, total_steps: 14}"
 
@@ -46,6 +45,10 @@ def train_base(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
 def read_update_metrics(out: Path) -> List[Dict[str, Any]]:
     """Return the lines of metrics that belong to updates, without speeds."""
     return [line for line in read_numbers(out) if "train_loss" in line]
+
+
+def read_times(out: Path) -> Dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*")}
 
 
 # ---- longer
@@ -92,24 +95,25 @@ FOLLOWING = {
 @pytest.mark.parametrize("keys", list(FOLLOWING))
 def test_a_run_whose_rates_follow_its_length_cannot_grow(keys: str, tmp_path: Path) -> None:
     """Story: it resumed at the rates of the longer run, but its first half had the others."""
-    out = tmp_path / "run"
-    train_base(out, *FOLLOWING[keys], "steps=4")
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    (fault,) = list_faults(train_base, out, *FOLLOWING[keys], "steps=6", resume=True)
-    place = out / "checkpoints" / "step-4"
+    grow = functools.partial(train_base, tmp_path, *FOLLOWING[keys], "steps=6", resume=True)
+    train_base(tmp_path, *FOLLOWING[keys], "steps=4")
+    before = read_times(tmp_path)
+    (fault,) = list_faults(grow)
+    place = find_checkpoint(tmp_path, 4)
     assert fault.startswith(f"{place}: steps: saved in a run of 4, this one has 6")
     assert f": only a run that began with {keys} can grow" in fault
-    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert before == read_times(tmp_path)
     # as if killed before its first checkpoint: all of it is the longer run's
-    shutil.rmtree(out / "checkpoints")
-    (out / "summary.json").unlink()
-    assert train_base(out, *FOLLOWING[keys], "steps=6", resume=True)["steps"] == 6
+    shutil.rmtree(place.parent)
+    (tmp_path / "summary.json").unlink()
+    assert grow()["steps"] == 6
 
 
 def test_the_length_of_a_schedule_is_that_of_the_run_or_more(tmp_path: Path) -> None:
     too_short = make_short_config(*BASE, "lr_schedule={name: cosine, total_steps: 10}")
     with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: must be at least the 12"):
         build(too_short)
+    # of a constant rate
     with pytest.raises(BadInput, match="lr_schedule.total_steps: 10: "):
         make_short_config("lr_schedule.total_steps=10")
 
@@ -124,23 +128,21 @@ ELSEWHERE = {  # stages change nothing in a synchronous method, but the delays o
 }
 
 
-class Counting(nn.Module):
-    """Add one in each training forward to a buffer that no state dict has."""
+def make_counting_model() -> nn.Module:
+    """Return a model whose buffers count training forwards, which no state dict has."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(1), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.seen = self.seen + 1
+    def count(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if module.training:
+            module.seen = module.seen + 1
         return x * 1.0
 
-
-def make_counting_model() -> nn.Module:
     torch.manual_seed(5)
-    first, second = ([nn.Linear(width, 8), nn.BatchNorm1d(8), Counting()] for width in (64, 8))
-    return nn.Sequential(nn.Flatten(), *first, *second, nn.Linear(8, 10)).to(torch.float64)
+    layers = [nn.Flatten()]
+    for width in (64, 8):
+        counting = Composed(count)
+        counting.register_buffer("seen", torch.zeros(1), persistent=False)
+        layers += [nn.Linear(width, 8), nn.BatchNorm1d(8), counting]
+    return nn.Sequential(*layers, nn.Linear(8, 10)).to(torch.float64)
 
 
 def collect_tensors(model: nn.Module) -> Dict[str, torch.Tensor]:
@@ -226,8 +228,6 @@ def test_weights_load_into_a_model_with_a_new_head(
     record = read_json(out / "init_from.json")
     new = {*record["new"]}
     assert {*record["left_out"]} == new and len(new) == 2
-    shapes = [text.split(", the")[0] for text in record["left_out"].values()]
-    assert shapes == ["shape (10, 8)", "shape (10,)"]
     (line,) = [line for line in output.splitlines() if line.startswith("init_from: ")]
     assert f"{record['taken']} parameters and buffers loaded" in line
     assert all(name in line for name in new)
@@ -236,8 +236,6 @@ def test_weights_load_into_a_model_with_a_new_head(
     first = set_up(make_short_config(*BASE, head)).model.state_dict()
     weights = set_up(make_short_config(*BASE, *keys)).model.state_dict()
     assert_same(weights, {**first, **loaded})
-    recorded = load_config(out / "config.yaml").init_from
-    assert recorded == InitFrom(path=str(finished_run), strict=False)
     assert train_base(out, *keys, "steps=8", resume=True)["steps"] == 8
     assert read_json(out / "init_from.json") == record
 
@@ -250,7 +248,7 @@ def test_weights_that_do_not_fit_are_refused_with_a_remedy(
     (begun / "checkpoints").mkdir(parents=True)
     weights = read_weights(finished_run, 8)
     save_file({f"module.{name}": value for name, value in weights.items()}, wrapped)
-    rows: List[Any] = [
+    rows = [
         ([f"init_from={begun}"], f"init_from: {begun}: has no checkpoint"),
         ([f"init_from={nowhere}"], f"init_from: {nowhere}: no such file"),
         ([f"init_from={finished_run}", "model.args.classes=12"], "strict: false} takes what fits"),

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, List
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ipu_pipe
-from ipu_pipe.errors import BadInput, RunFault, end_process
-from tests.support.loops import Case, Loop, make_loop_batch, make_perceptron, make_sgd
-from tests.support.processes import run_in_group
+from ipu_pipe.errors import BadInput, RunFault
+from tests.support.loops import Case, Loop, make_loop_batch, make_perceptron
+from tests.support.processes import end_rank, run_in_group
 from tests.support.runs import assert_same, needs_processes
 
 SHARED = "do not shard the loader by rank"
@@ -29,12 +28,8 @@ def make_loader_samples() -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 5, (64,), generator=generator))
 
 
-def make_two_rank_pipeline(model: nn.Module, optimizer: Any, **keys: Any) -> ipu_pipe.Pipeline:
-    """Return a pipeline of two stages on processes."""
-    where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
-    return ipu_pipe.Pipeline(
-        model, cross_entropy, optimizer, "pipedream", **{"stages": ["5"], **where, **keys}
-    )
+ON_TWO = {"backend": "distributed", "deadline": 60}
+TWO_STAGES = Case("pipedream", stages=["5"])
 
 
 # ---- the ranks of one pipeline read the same batches
@@ -63,14 +58,12 @@ def prepare_by_accelerate(rank: int) -> Any:
 
 
 def read_other_batches(rank: int, folder: Path, make_loader: Callable[[int], Any]) -> None:
-    loader, model = make_loader(rank), make_perceptron()
-    pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()))
+    loader, pipe = make_loader(rank), Loop(TWO_STAGES, **ON_TWO).pipe
     with pytest.raises(RunFault) as fault:
         for batch in loader:
             pipe.step(*batch)
     assert rank == 1 or SHARED in str(fault.value)
-    (folder / f"{rank}.ended").touch()
-    end_process(0)
+    end_rank(folder, rank)
 
 
 @needs_processes
@@ -86,29 +79,23 @@ def test_ranks_that_read_other_batches_are_refused(make_loader: Any, tmp_path: P
 
 def begin_with_other_sizes(rank: int, folder: Path) -> None:
     """Begin with microbatches of unequal sizes; Gloo would end the process at such a message."""
-    x, y = make_loop_batch(Case("pipedream", 2), 0)
-    model = make_perceptron()
-    size = 8 - 4 * rank
+    x, y = make_loop_batch(TWO_STAGES, 0)
+    size = 4 - 2 * rank
     with pytest.raises(BadInput, match=f"^step: inputs of a microbatch: rank 0 has .*{SHARED}"):
-        make_two_rank_pipeline(model, make_sgd(model.parameters()), microbatches=2).step(
-            x[:size], y[:size]
-        )
+        Loop(TWO_STAGES, **ON_TWO).pipe.step(x[:size], y[:size])
 
 
 def give_a_short_batch(rank: int, folder: Path) -> None:
     """Assert that all ranks refuse a short batch, and can continue."""
-    models = []
-    where: Dict[str, Any] = {"backend": "distributed", "backend_args": {"deadline": 60}}
-    for refused_at in (None, 2):
-        loop = Loop(Case("pipedream", 2, stages=["5"]), **where)
-        for k in range(4):
-            x, y = make_loop_batch(loop.case, k)
-            if k == refused_at:
-                with pytest.raises(ValueError, match="^step: microbatch 0 has 2 samples, those of"):
-                    loop.pipe.step(x[:4], y[:4])
-            loop.pipe.step(x, y)
-        models.append(loop.close().state_dict())
-    assert_same(*models)
+    plain, loop = (Loop(TWO_STAGES, **ON_TWO) for _ in range(2))
+    plain.run(0, 4)
+    plain_state = plain.close().state_dict()
+    loop.run(0, 2)
+    x, y = make_loop_batch(TWO_STAGES, 2)
+    with pytest.raises(ValueError, match="^step: microbatch 0 has 2 samples, those of"):
+        loop.pipe.step(x[:2], y[:2])
+    loop.run(2, 4)
+    assert_same(plain_state, loop.close().state_dict())
 
 
 @needs_processes
@@ -130,22 +117,20 @@ def sample_by_replica(pipe: ipu_pipe.Pipeline, replicas: Any) -> None:
 
 
 def sample_on_rank(rank: int, folder: Path) -> None:
-    model = make_perceptron()
-    pipe = make_two_rank_pipeline(model, make_sgd(model.parameters()), replicas=2)
-    sample_by_replica(pipe, [pipe.replica])
+    loop = Loop(TWO_STAGES._replace(replicas=2), **ON_TWO)
+    sample_by_replica(loop.pipe, [loop.pipe.replica])
     expected = torch.load(folder / "expected.pt")
     # running statistics are each replica's own
-    trained = dict(model.named_parameters())
+    trained = dict(loop.model.named_parameters())
     assert_same({name: expected[name] for name in trained}, trained)
 
 
 @needs_processes
 def test_a_sampler_by_replica_gives_the_emulators_weights(tmp_path: Path) -> None:
     """Four ranks train two replicas of two stages."""
-    model = make_perceptron()
-    here: Dict[str, Any] = {"replicas": 2, "backend": "emulator", "backend_args": {}}
-    sample_by_replica(make_two_rank_pipeline(model, make_sgd(model.parameters()), **here), range(2))
-    torch.save(model.state_dict(), tmp_path / "expected.pt")
+    loop = Loop(TWO_STAGES._replace(replicas=2))
+    sample_by_replica(loop.pipe, range(2))
+    torch.save(loop.model.state_dict(), tmp_path / "expected.pt")
     run_in_group(4, sample_on_rank, tmp_path)
 
 
@@ -156,9 +141,7 @@ def evaluate_without_gradients(rank: int, folder: Path) -> None:
     """Assert that evaluating and saving under no_grad lose no update and change no loss."""
     losses: List[Any] = []
     for context in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
-        loop = Loop(
-            Case("pipedream", 2, stages=["5"]), backend="distributed", backend_args={"deadline": 60}
-        )
+        loop = Loop(TWO_STAGES, **ON_TWO)
         loop.run(0, 5, drains=False)
         assert loop.pipe.in_flight
         with context():  # type: ignore[operator]
@@ -182,27 +165,24 @@ def test_a_drain_under_autocast_is_refused() -> None:
 
     An empty pipeline may be evaluated under autocast.
     """
-    loop = Loop(Case("pipedream", 2))
+    loop = Loop(TWO_STAGES)
     loop.run(0, 3, drains=False)
-    batch = make_loop_batch(loop.case, 50)
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(
-        RuntimeError, match="^evaluate: called under autocast"
-    ):
-        loop.pipe.evaluate([batch])
+    batch = make_loop_batch(TWO_STAGES, 50)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(RuntimeError, match="^evaluate: called under autocast"):
+            loop.pipe.evaluate([batch])
     loop.pipe.drain()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loop.pipe.evaluate([batch])
-    loop.close()
 
 
 def test_a_loop_may_evaluate_before_its_first_step() -> None:
-    case = Case("pipedream", 2)
-    x, y = make_loop_batch(case, 0)
+    x, y = batch = make_loop_batch(TWO_STAGES, 0)
     with pytest.raises(RunFault, match="example"):
-        Loop(case).pipe.evaluate([(x, y)])
-    plain, early = (Loop(case, example=(x[:4], y[:4])) for _ in range(2))
+        Loop(TWO_STAGES).pipe.evaluate([batch])
+    plain, early = (Loop(TWO_STAGES, example=batch) for _ in range(2))
     output = make_perceptron().eval()(x)
-    loss = early.pipe.evaluate([(x, y)], ["accuracy"])["loss"]
+    loss = early.pipe.evaluate([batch], ["accuracy"])["loss"]
     assert loss == pytest.approx(cross_entropy(output, y).item())
     assert torch.equal(early.pipe.predict(x), output)
     for loop in (plain, early):
