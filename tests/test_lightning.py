@@ -67,18 +67,11 @@ def fit_module(
     """Train for a number of steps without shuffling. Return the trainer."""
     import lightning
 
-    lightning_trainer = lightning.Trainer(
-        default_root_dir=folder,
-        max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        num_sanity_val_steps=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=list(callbacks),
-        enable_checkpointing=bool(callbacks),
-        **(trainer or {}),
-    )
+    settings = {
+        "default_root_dir": folder, "max_steps": steps, "accelerator": "cpu", "logger": False, "num_sanity_val_steps": 0,
+        "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": bool(callbacks),
+    }  # fmt: skip
+    lightning_trainer = lightning.Trainer(callbacks=list(callbacks), **settings, **(trainer or {}))
     loader = DataLoader(SAMPLES, batch_size=8)
     with warnings.catch_warnings():
         # of few workers and the like
@@ -95,18 +88,16 @@ def run_own_loop(module: Any, steps: int, drains: int, **keys: Any) -> Any:
     optimizer = torch.optim.SGD(module.net.parameters(), lr=0.02, momentum=0.9)
     pipe = ipu_pipe.Pipeline(module.net, cross_entropy, optimizer, stages=3, **keys)
     states: Dict[int, Any] = {}
-    losses: List[float] = []
+    updates: List[Any] = []
     batches = list(DataLoader(SAMPLES, batch_size=8))
     for k in range(steps):
-        losses += [update.loss for update in pipe.step(*batches[k % EPOCH])]
+        updates += pipe.step(*batches[k % EPOCH])
         if (k + 1) % drains == 0:
-            losses += [update.loss for update in pipe.drain()]
-            states[k + 1] = (
-                copy.deepcopy(module.net.state_dict()),
-                copy.deepcopy(optimizer.state_dict()["state"]),
-            )
-    losses += [update.loss for update in pipe.close()]
-    return states, losses
+            updates += pipe.drain()
+            state = module.net.state_dict(), optimizer.state_dict()["state"]
+            states[k + 1] = copy.deepcopy(state)
+    updates += pipe.close()
+    return states, [update.loss for update in updates]
 
 
 def make_checkpoint_callback(folder: Path, **keys: Any) -> Any:
@@ -115,16 +106,14 @@ def make_checkpoint_callback(folder: Path, **keys: Any) -> Any:
     return ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **keys)
 
 
-def load_checkpoint_file(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
-
-
 def patch_pipeline_arguments(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Replace arguments of the example's pipelines."""
     make = ipu_pipe.Pipeline
-    monkeypatch.setattr(
-        ipu_pipe, "Pipeline", lambda *arguments, **keys: make(*arguments, **{**keys, **changes})
-    )
+
+    def make_changed(*arguments: Any, **keys: Any) -> ipu_pipe.Pipeline:
+        return make(*arguments, **{**keys, **changes})
+
+    monkeypatch.setattr(ipu_pipe, "Pipeline", make_changed)
 
 
 @pytest.mark.parametrize("method", ["pipedream", "local_sgd"])
@@ -148,7 +137,7 @@ def test_steps_and_checkpoints_are_those_of_an_own_loop(
     assert_same(expected.net.state_dict(), module.net.state_dict())
     assert [*states] == [4, 8, 12]
     for step, (weights, momenta) in states.items():
-        saved = load_checkpoint_file(tmp_path / f"step={step}.ckpt")
+        saved = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)
         assert saved["global_step"] == saved["pipeline"]["updates"] == step
         assert_same({f"net.{n}": value for n, value in weights.items()}, saved["state_dict"])
         for number, momentum in momenta.items():
@@ -170,7 +159,7 @@ def test_a_resumed_fit_equals_an_uninterrupted_one(
     trainer = fit_module(resumed, tmp_path, 4 * EPOCH, ckpt_path=str(middle), **keys)
     assert trainer.global_step == resumed.pipe.updates == 4 * EPOCH
     assert_same(whole.state_dict(), resumed.state_dict())
-    assert_same(load_checkpoint_file(end)["state_dict"], resumed.state_dict())
+    assert_same(torch.load(end, weights_only=True)["state_dict"], resumed.state_dict())
 
 
 def test_incompatible_wrappers_are_refused(module_class: Any, tmp_path: Path) -> None:
