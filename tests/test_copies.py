@@ -24,7 +24,7 @@ MASTERS = {"method": "pipemare", "precision": "bfloat16_mixed"}
 OUTER = {"lr": 0.7}
 
 
-def choose_local_sgd(**args: Any) -> Dict[str, Any]:
+def set_local_sgd(**args: Any) -> Dict[str, Any]:
     """Return the arguments of a pipeline by LocalSGD on two replicas."""
     return {"method": "local_sgd", "method_args": {"replicas": 2, **args}, "microbatches": None}
 
@@ -60,7 +60,7 @@ def test_weights_of_replicas_are_not_changed_where_they_differ() -> None:
     first, second = draw_batches(2)
     for args in ({"local_steps": 4}, {"local_steps": 1, "outer": OUTER}):
         model, optimizer = make_small()
-        pipe = pipe_of(model, optimizer, **choose_local_sgd(**args))
+        pipe = pipe_of(model, optimizer, **set_local_sgd(**args))
         pipe.step(*first)
         if "outer" in args:
             pipe.drain()
@@ -119,7 +119,7 @@ def test_masters_keep_their_bits_where_nothing_has_changed(
 
 def test_a_loaded_state_ends_what_was_refused() -> None:
     model, optimizer = make_small()
-    pipe = pipe_of(model, optimizer, **choose_local_sgd(local_steps=1, outer=OUTER))
+    pipe = pipe_of(model, optimizer, **set_local_sgd(local_steps=1, outer=OUTER))
     first, second = draw_batches(2)
     pipe.step(*first)
     state = pipe.state_dict()
@@ -305,7 +305,7 @@ def check_copies_on_rank(rank: int, folder: Path) -> None:
     assert_same(other.state_dict(), model.state_dict())
     # a round that does not end, closed where no gradients are recorded
     model, optimizer = make_small()
-    pipe = pipe_of(model, optimizer, **choose_local_sgd(local_steps=4, outer=OUTER), **on_ranks)
+    pipe = pipe_of(model, optimizer, **set_local_sgd(local_steps=4, outer=OUTER), **on_ranks)
     for batch in batches[:2]:
         pipe.step(*batch)
     with torch.no_grad(), pytest.warns(UserWarning, match="cannot drain"):

@@ -28,6 +28,7 @@ from tests.support.runs import (
     read_numbers,
     read_weights,
 )
+from tests.test_resume import read_times
 from tests.test_train import DIGITS, make_set_options, make_short_config, run_train_tool  # noqa: F401
 
 BASE = [
@@ -45,10 +46,6 @@ def train_base(out: Path, *over: str, **how: Any) -> Dict[str, Any]:
 def read_update_metrics(out: Path) -> List[Dict[str, Any]]:
     """Return the lines of metrics that belong to updates, without speeds."""
     return [line for line in read_numbers(out) if "train_loss" in line]
-
-
-def read_times(out: Path) -> Dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in out.rglob("*")}
 
 
 # ---- longer

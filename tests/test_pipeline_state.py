@@ -155,7 +155,7 @@ def make_state(**keys: Any) -> Dict[str, Any]:
         return pipe.state_dict()
 
 
-def go_on(state: Dict[str, Any], **keys: Any) -> torch.Tensor:
+def resume_and_finish(state: Dict[str, Any], **keys: Any) -> torch.Tensor:
     """Load a state of three steps into a new pipeline, and return the final weights."""
     pipe = make_pipeline(**keys)
     pipe.load_state_dict(state)
@@ -209,7 +209,7 @@ def test_a_state_of_the_first_format_is_read() -> None:
     """States had no list of contents, no state of a loss, and at first no settings."""
     state = make_state()
     old = {k: v for k, v in state.items() if k not in ("contents", "loss", "settings")}
-    assert torch.equal(go_on({**old, "format": 1}), go_on(state))
+    assert torch.equal(resume_and_finish({**old, "format": 1}), resume_and_finish(state))
 
 
 def test_the_entries_of_another_precision_are_cast_together_as_in_torch() -> None:
@@ -317,7 +317,7 @@ def test_what_is_written_after_loading_is_trained_on(write: Any, keys: Any) -> N
 def test_a_loaded_state_is_a_copy() -> None:
     """The caller's tensors were read at the first step, whatever was in them by then."""
     state = make_state()
-    expected = go_on(copy.deepcopy(state))
+    expected = resume_and_finish(copy.deepcopy(state))
     pipe = make_pipeline()
     pipe.load_state_dict(state)
     for value in [*state["model"].values(), *state["optimizer"].values()]:
@@ -377,7 +377,7 @@ def test_a_state_can_be_taken_right_after_loading() -> None:
     assert not taken["model"]["0.bias"].any() and taken["settings"]["groups"][0]["lr"] == 0.05
     for key in ("updates", "drains", "method"):
         assert taken[key] == state[key]
-    assert torch.equal(go_on(taken, loss=MovingCenter()), finish(pipe, 3))
+    assert torch.equal(resume_and_finish(taken, loss=MovingCenter()), finish(pipe, 3))
 
 
 # ---- the loss's own state

@@ -75,7 +75,7 @@ def killed_run(copied_run: Path) -> Path:
 
 
 @pytest.fixture
-def folder(killed_run: Path) -> Path:
+def step_8(killed_run: Path) -> Path:
     """Return the folder of the newest checkpoint of the killed run."""
     return killed_run / "checkpoints" / "step-8"
 
@@ -114,9 +114,9 @@ def damage_bytes(data: bytes, count: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.safetensors"])
-def test_every_flipped_bit_and_every_cut_is_detected(name: str, folder: Path) -> None:
+def test_every_flipped_bit_and_every_cut_is_detected(name: str, step_8: Path) -> None:
     """A run with a flipped bit in its position once resumed from update 0 with exit code 0."""
-    file = folder / name
+    file = step_8 / name
     content = file.read_bytes()
     for data in damage_bytes(content, 120 if name == "manifest.json" else 20):
         file.write_bytes(data)
@@ -128,13 +128,13 @@ def test_every_flipped_bit_and_every_cut_is_detected(name: str, folder: Path) ->
 
 def test_a_damaged_checkpoint_is_one_line_of_the_command(
     killed_run: Path,
-    folder: Path,
+    step_8: Path,
     run_train_tool: Any,  # noqa: F811
 ) -> None:
-    file, out = folder / "manifest.json", ["--out", str(killed_run)]
+    file, out = step_8 / "manifest.json", ["--out", str(killed_run)]
     file.write_text(file.read_text().replace('"update": 8', '"update": 0'))
     run_tool = functools.partial(run_train_tool, DIGITS, *make_set_options(*BASE))
-    for arguments in ([*out, "--resume"], ["--evaluate", str(folder)]):
+    for arguments in ([*out, "--resume"], ["--evaluate", str(step_8)]):
         code, _, complaint = run_tool(*arguments)
         assert code == 2 and complaint.count("\n") == 1
         assert f"{file}: corrupt checkpoint" in complaint
@@ -143,16 +143,16 @@ def test_a_damaged_checkpoint_is_one_line_of_the_command(
 
 
 @pytest.mark.parametrize("name", ["", "model.safetensors"])
-def test_initial_weights_must_be_undamaged(name: str, folder: Path, tmp_path: Path) -> None:
-    path = folder / name
+def test_initial_weights_must_be_undamaged(name: str, step_8: Path, tmp_path: Path) -> None:
+    path = step_8 / name
     # another run
     settings = ["seed=3", "method=gpipe", "method_args={}", ADAM, "steps=1", f"init_from={path}"]
     config = configure_here(*settings)
     report = train(config, tmp_path / "new", quiet=True)
     assert report["initial"]["test_loss"] == evaluate_checkpoint(config, path)["test_loss"]
-    data = bytearray((folder / "model.safetensors").read_bytes())
+    data = bytearray((step_8 / "model.safetensors").read_bytes())
     data[-3] ^= 1
-    (folder / "model.safetensors").write_bytes(data)
+    (step_8 / "model.safetensors").write_bytes(data)
     for use in (lambda: evaluate_checkpoint(config, path), lambda: build(config)):
         assert "corrupt checkpoint" in list_faults(use)[0]
 
@@ -173,15 +173,15 @@ DECIDING = {
 
 @pytest.mark.parametrize("key", list(DECIDING))
 def test_a_checkpoint_of_another_run_is_refused_by_key(
-    key: str, killed_run: Path, folder: Path
+    key: str, killed_run: Path, step_8: Path
 ) -> None:
     """A checkpoint of another seed, method, rate or optimizer was once accepted."""
     assert f"config.yaml: {key}: " in str(list_refusals(killed_run, DECIDING[key]))
     # the other run's folder with this checkpoint
     (killed_run / "config.yaml").write_text(dump_config(configure_here(DECIDING[key])))
     faults = list_refusals(killed_run, DECIDING[key])
-    assert f"{folder}: {key}: saved with " in str(faults)
-    assert checkpoint.list_steps(folder.parent) == [4, 8]
+    assert f"{step_8}: {key}: saved with " in str(faults)
+    assert checkpoint.list_steps(step_8.parent) == [4, 8]
 
 
 FREE = {
@@ -225,12 +225,12 @@ def test_every_key_of_the_config_has_a_role() -> None:
 
 
 def test_a_checkpoint_in_the_folder_of_another_step_is_refused(
-    killed_run: Path, folder: Path
+    killed_run: Path, step_8: Path
 ) -> None:
-    shutil.rmtree(folder)
-    (folder.parent / "step-4").rename(folder)
+    shutil.rmtree(step_8)
+    (step_8.parent / "step-4").rename(step_8)
     (line,) = list_refusals(killed_run)
-    assert line.startswith(f"{folder}: step: ")
+    assert line.startswith(f"{step_8}: step: ")
 
 
 # ---- tensors
@@ -253,28 +253,28 @@ def test_optimizer_state_that_does_not_fit_the_model_is_refused(
 
 
 def test_weights_of_another_precision_are_refused_before_anything_is_written(
-    killed_run: Path, folder: Path
+    killed_run: Path, step_8: Path
 ) -> None:
-    saved = checkpoint.load(folder)
+    saved = checkpoint.load(step_8)
     wide_weights = {name: value.double() for name, value in saved.model.items()}
-    checkpoint.save(folder.parent, 8, wide_weights, saved.optimizer, saved.manifest)
+    checkpoint.save(step_8.parent, 8, wide_weights, saved.optimizer, saved.manifest)
     before = read_times(killed_run)
     lines = list_refusals(killed_run)
-    assert all(line.startswith((f"{folder}: model: ", f"{folder}: 5 more")) for line in lines)
+    assert all(line.startswith((f"{step_8}: model: ", f"{step_8}: 5 more")) for line in lines)
     assert before == read_times(killed_run)
 
 
 def test_weights_of_a_wrapped_model_are_refused_in_one_line_everywhere(
-    killed_run: Path, folder: Path
+    killed_run: Path, step_8: Path
 ) -> None:
     """Story: the line of a resumed run was one for each entry of the optimizer, and none named the
     wrapper."""
-    saved = checkpoint.load(folder)
+    saved = checkpoint.load(step_8)
     weights, entries = (
         {f"_orig_mod.{name}": value for name, value in part.items()} for part in saved[:2]
     )
-    checkpoint.save(folder.parent, 8, weights, entries, saved.manifest)
-    config = configure_here(f"init_from={folder}")
+    checkpoint.save(step_8.parent, 8, weights, entries, saved.manifest)
+    config = configure_here(f"init_from={step_8}")
     for call in (
         lambda: resume_run(killed_run),
         lambda: build(config),
@@ -344,11 +344,11 @@ def test_a_run_whose_trace_was_counted_in_microbatches_resumes(
 
 
 def test_a_checkpoint_without_a_manifest_is_refused_with_a_remedy(
-    killed_run: Path, folder: Path
+    killed_run: Path, step_8: Path
 ) -> None:
     """Checkpoints of the first version had a state.json in its place."""
-    manifest, file = folder / "manifest.json", folder / "model.safetensors"
-    manifest.rename(folder / "state.json")
+    manifest, file = step_8 / "manifest.json", step_8 / "model.safetensors"
+    manifest.rename(step_8 / "state.json")
     (line,) = list_refusals(killed_run)
     assert line.startswith(f"{manifest}: ") and f"init_from: {file}" in line
     build(configure_here(f"init_from={file}"))
@@ -382,12 +382,12 @@ def test_checkpoints_after_an_earlier_one_are_deleted_at_once(copied_run: Path) 
     assert not (copied_run / "summary.json").exists()
 
 
-def test_leftovers_are_cleared_away(killed_run: Path, folder: Path) -> None:
-    checkpoints = folder.parent
+def test_leftovers_are_cleared_away(killed_run: Path, step_8: Path) -> None:
+    checkpoints = step_8.parent
     # a pruned checkpoint, which must not return
-    shutil.copytree(folder, checkpoints / ".step-12.old")
+    shutil.copytree(step_8, checkpoints / ".step-12.old")
     (checkpoints / ".step-7.part").write_text("a file")
-    shutil.copytree(folder, checkpoints / ".step-9.part")
+    shutil.copytree(step_8, checkpoints / ".step-9.part")
     resume_run(killed_run)
     assert {path.name for path in checkpoints.iterdir()} == {"step-4", "step-8", "step-12"}
 

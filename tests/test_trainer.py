@@ -84,7 +84,7 @@ def read_log(trainer: Any) -> List[Dict[str, float]]:
     return [{key: line[key] for key in LINES if key in line} for line in trainer.state.log_history]
 
 
-def make_callback(**functions: Callable[..., Any]) -> Any:
+def call_at_events(**functions: Callable[..., Any]) -> Any:
     """Return a callback that calls functions of state, control and model at these events."""
     callback = transformers.TrainerCallback()
 
@@ -103,7 +103,7 @@ def set_flag(update: int, flag: str) -> Any:
         if state.global_step == update:
             setattr(control, flag, True)
 
-    return make_callback(on_step_end=set_after_update)
+    return call_at_events(on_step_end=set_after_update)
 
 
 def is_same_model(a: torch.nn.Module, b: Any) -> bool:
@@ -250,7 +250,7 @@ def test_gpipe_without_clipping_is_trainer_to_the_last_bit(name: str, tmp_path: 
             event: lambda state, *_, event=event, seen=seen: seen.append((event, state.global_step))
             for event in EVENTS
         }
-        trainer.add_callback(make_callback(**record))
+        trainer.add_callback(call_at_events(**record))
         trainer.train()
         trainers.append(trainer)
     theirs, ours = trainers
@@ -264,7 +264,7 @@ def test_modules_keep_the_modes_of_the_beginning(tmp_path: Path) -> None:
     """A dropout that is off stays off; a model that a callback leaves in evaluation mode, as those
     that generate text do, is trained in training mode."""
     models = []
-    evaluating = make_callback(on_step_end=lambda state, control, model: model.eval())
+    evaluating = call_at_events(on_step_end=lambda state, control, model: model.eval())
     for rate, is_off in ((0.0, False), (0.5, True), (0.5, False)):
         model = make_hugging_model("bert").train()
         model.dropout.p = rate
@@ -379,7 +379,7 @@ def train_by(method: str, folder: Path, where: str) -> None:
     trainer = make_trainer(
         folder / where[:4], method=method, compute_metrics=keep_predictions, **changes
     )
-    callback = make_callback(
+    callback = call_at_events(
         on_train_begin=lambda *moment: trainer.log({"callback": 1.0}),
         on_evaluate=keep_model,
         on_save=save_model,
@@ -534,7 +534,7 @@ def run_failures(folder: Path, where: str) -> None:
             save_strategy="steps" if name == "save" else "no", save_steps=1,
         )  # fmt: skip
         call = functools.partial(fail, trainer)
-        trainer.add_callback(make_callback(on_step_end=lambda *moment, call=call: call()))
+        trainer.add_callback(call_at_events(on_step_end=lambda *moment, call=call: call()))
         with pytest.raises(Exception) as error:
             trainer.train()
         errors[name] = (error.typename, str(error.value))
