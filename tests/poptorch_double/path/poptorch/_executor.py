@@ -246,7 +246,7 @@ class PoplarExecutor:
             program.strategy = _optimizers.choose_mean_strategy(self._description, options)
         self._program, self._compiled_inputs = program, arguments
         self._compilation = Compilation(
-            self._index, self._training, options.toDict(), type(options._execution_strategy).__name__,
+            self._training, options.toDict(), type(options._execution_strategy).__name__,
             dict(sorted(layout.stages.items())), self._reserved, layout.forward_stages, layout.parameters, losses,
             [tuple(t.shape) for t in _trace.list_tensors(program.cut_microbatch(arguments, 0))],
             self._description.to_dict() if self._description else None,
@@ -365,10 +365,8 @@ class PoplarExecutor:
         begun = time.perf_counter()
         output = program.run(arguments)
         self._record_times(arguments, output, begun)
-        recorded.runs.append(Run(
-            self._index, [tuple(t.shape) for t in _trace.list_tensors(arguments)],
-            program.iterations if self._training else 0,
-        ))  # fmt: skip
+        shapes = [tuple(t.shape) for t in _trace.list_tensors(arguments)]
+        recorded.runs.append(Run(shapes, program.iterations if self._training else 0))
         if self._training:
             self._dirty_host_weights = True
             self._optimizer.host_state_is_dirty = True

@@ -54,7 +54,7 @@ def _find_kind(optimizer: Any) -> Tuple[str, str]:
     raise make_unmodelled_error(f"optimizer {type(optimizer).__name__}")
 
 
-def _format_value(optimizer: Any, name: str, value: Any, family: str) -> Tuple[Any, bool]:
+def _format_value(optimizer: Any, name: str, value: Any) -> Tuple[Any, bool]:
     """Return a value, and whether it is a constant of the executable."""
     values = value if name == "betas" else (value,)
     assert isinstance(values, tuple) and (name != "betas" or len(values) == 2), (
@@ -77,11 +77,9 @@ def describe_optimizer(optimizer: Any, names: Mapping[int, str], options: Any) -
         _refuse_unsupported(group, family)
         numbers_ = [name for name in entry["group_vars"] if name not in ("amsgrad", "centered")]
         present = [name for name in numbers_ if name in group or name != "velocity_scaling"]
-        groups.append(
-            {name: _format_value(optimizer, name, group[name], family) for name in present}
-        )
+        groups.append({name: _format_value(optimizer, name, group[name]) for name in present})
     scaling = getattr(optimizer, "loss_scaling", 1.0)
-    variables = {"loss_scaling": _format_value(optimizer, "loss_scaling", scaling, family)}
+    variables = {"loss_scaling": _format_value(optimizer, "loss_scaling", scaling)}
     if options._Popart.options.get("automaticLossScalingSettings.enabled"):
         variables["loss_scaling"] = (scaling, False)
     skipped = {*entry["group_vars"], *entry["global_vars"]}
@@ -136,12 +134,21 @@ def choose_mean_strategy(description: Description, options: Any) -> Any:
     return options.Training.meanAccumulationAndReplicationReductionStrategy
 
 
-# PopART's names of the state of each parameter (patterns/adamdecompose.cpp, adaptivedecompose.cpp), and torch's
-STATES = {
-    "ADAM": {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___", "step": "Step___"},
-    "RMSPROP": {"square_avg": "Accl1___", "grad_avg": "Accl2___", "momentum_buffer": "Accl3___"},
-}
-STATES["ADAMW"], STATES["RMSPROP_CENTERED"] = STATES["ADAM"], STATES["RMSPROP"]
+def _get_values(group: Mapping[str, Tuple[Any, bool]]) -> Dict[str, Any]:
+    return {name: value for name, (value, _) in group.items()}
+
+
+def _name_states(kind: str, has_momentum: bool) -> Dict[str, str]:
+    """Return torch's names of the state of a parameter, with PopART's (patterns/adamdecompose.cpp,
+    adaptivedecompose.cpp)."""
+    if kind.startswith("ADAM"):
+        return {"exp_avg": "Accl1___", "exp_avg_sq": "Accl2___", "step": "Step___"}
+    names = {"square_avg": "Accl1___"}
+    if kind == "RMSPROP_CENTERED":
+        names["grad_avg"] = "Accl2___"
+    if has_momentum:
+        names["momentum_buffer"] = "Accl3___"
+    return names
 
 
 class Twin:
@@ -167,7 +174,7 @@ class Twin:
         self._description = description
         if self._optimizer is not None:
             for group, values in zip(self._optimizer.param_groups, description.groups):
-                group.update({name: value for name, (value, _) in values.items() if name in group})
+                group.update({key: one for key, one in _get_values(values).items() if key in group})
 
     def step(self, unreduced: float) -> None:
         """Step the weights. `unreduced`: the factor by which the accumulators exceed the mean of
@@ -183,9 +190,7 @@ class Twin:
             for group, values in zip(self._groups, self._description.groups):
                 for p in group:
                     if p.grad is not None:
-                        self._step_sgd(
-                            p, {name: value for name, (value, _) in values.items()}, unreduced
-                        )
+                        self._step_sgd(p, _get_values(values), unreduced)
 
     # -- SGD
 
@@ -200,7 +205,7 @@ class Twin:
 
     def _begin_sgd(self) -> None:
         for group, values in zip(self._groups, self._description.groups):
-            numbers_ = {name: value for name, (value, _) in values.items()}
+            numbers_ = _get_values(values)
             for p in group if numbers_["momentum"] else []:
                 name = self._names[id(p)]
                 if self._description.kind == "SGD2":
@@ -245,19 +250,12 @@ class Twin:
         else:
             self._optimizer = {"ADAM": torch.optim.Adam, "ADAMW": torch.optim.AdamW}[kind](groups)
         for group, values in zip(self._optimizer.param_groups, self._description.groups):
-            keeps = dict(STATES[kind])
-            if kind.startswith("RMSPROP"):
-                keeps = {"square_avg": keeps["square_avg"]}
-                keeps.update({"grad_avg": "Accl2___"} if kind == "RMSPROP_CENTERED" else {})
-                keeps.update({"momentum_buffer": "Accl3___"} if values["momentum"][0] else {})
+            has_momentum = bool(_get_values(values).get("momentum"))
             for p in group["params"]:
-                state = {
-                    key: torch.zeros(()) if key == "step" else torch.zeros_like(p) for key in keeps
-                }
-                self._optimizer.state[p] = state
-                if kind.startswith("RMSPROP"):  # torch counts where PopART does not
-                    state["step"] = torch.zeros(())
-                for key, prefix in keeps.items():
+                # torch's RMSprop counts where PopART does not
+                state = self._optimizer.state[p] = {"step": torch.zeros(())}
+                for key, prefix in _name_states(kind, has_momentum).items():
+                    state.setdefault(key, torch.zeros_like(p))
                     self.states[prefix + self._names[id(p)]] = state[key]
 
     # -- state, as a PopTorch optimizer's state dict holds it

@@ -60,8 +60,6 @@ class Program:
         self.loss_at: Optional[int] = None
         self.static: Any = None  # outputs of the trace other than tensors
         self.strategy: Any = None
-        reduction = options.Training.accumulation_and_replication_reduction_type
-        self.means = reduction == enums.ReductionType.Mean
         self._random = torch.Generator().manual_seed(seed).get_state()
         self.seed = seed
         self._take_buffers()
@@ -78,14 +76,11 @@ class Program:
         now = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         self.buffers = [{name: b.clone() for name, b in now.items()} for _ in range(self.replicas)]
 
-    def _load_buffers(self, replica: int) -> None:
+    def _load_buffers(self, replica: int, constants_alone: bool = False) -> None:
+        """Load a replica's buffers, or its integer buffers alone, which are constants of the
+        compiled model."""
         for name, buffer in self.model.named_buffers():
-            buffer.data.copy_(self.buffers[replica][name])
-
-    def _reset_constants(self, replica: int) -> None:
-        """Restore integer buffers in every microbatch: they are constants of the compiled model."""
-        for name, buffer in self.model.named_buffers():
-            if not buffer.is_floating_point():
+            if not (constants_alone and buffer.is_floating_point()):
                 buffer.data.copy_(self.buffers[replica][name])
 
     def _store_buffers(self, replica: int) -> None:
@@ -248,7 +243,7 @@ class Program:
         for index in range(self.accumulation):
             part = (iteration * self.accumulation + index) * self.replicas + replica
             args, kwargs = self.cut_microbatch(arguments, part)
-            self._reset_constants(replica)
+            self._load_buffers(replica, constants_alone=True)
             result = self.model(*args, **kwargs)
             if self.training:
                 self._backward(_trace.list_leaves(result)[self.loss_at], index)
@@ -259,12 +254,12 @@ class Program:
     def _backward(self, loss: torch.Tensor, index: int) -> None:
         """Add the microbatch's gradients; with Running, store their mean so far."""
         start, strategy = torch.ones_like(loss), enums.MeanReductionStrategy
-        if self.means and self.strategy == strategy.Running:
+        if self.strategy == strategy.Running:
             for p in self.model.parameters():
                 if p.grad is not None:
                     p.grad.mul_(index / (index + 1))
             start /= index + 1
-        elif self.means and self.strategy == strategy.PostAndLoss:
+        elif self.strategy == strategy.PostAndLoss:
             start /= self.replicas
         loss.backward(start)
 
@@ -279,11 +274,9 @@ class Program:
             shares = [one[name] for one in gradients if name in one]
             p.grad = None
             if shares:
-                total = sum(shares[1:], shares[0])
-                p.grad = total / divisor if self.means else total
+                p.grad = sum(shares[1:], shares[0]) / divisor
         assert self.twin is not None
-        is_post = self.means and self.strategy == strategy.Post
-        self.twin.step(count if is_post else 1.0)
+        self.twin.step(count if self.strategy == strategy.Post else 1.0)
         self._round_to_half()
         self.model.zero_grad(set_to_none=True)
 

@@ -3,12 +3,10 @@ that a test orders."""
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import threading
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
@@ -49,7 +47,6 @@ class Loss:
 class Compilation:
     """A model that became an executable: its options and its layout."""
 
-    executor: int  # the index of the wrapped model, in the order of wrapping
     training: bool
     options: Dict[str, Any]  # Options.toDict(), with execution_mode and the PopART options
     strategy: str  # class name of the execution strategy
@@ -64,9 +61,8 @@ class Compilation:
 
 @dataclass
 class Run:
-    """One execution of the wrapped model `executor`."""
+    """One execution of a wrapped model."""
 
-    executor: int
     shapes: List[Tuple[int, ...]]
     updates: int
 
@@ -165,22 +161,7 @@ def _parse_faults(text: str) -> Iterator[Tuple[str, int, BaseException]]:
         yield on, int(call), error
 
 
-def _write_record(path: str) -> None:
-    content = {
-        "calls": [asdict(call) for call in recorded.calls],
-        "compilations": [asdict(compilation) for compilation in recorded.compilations],
-        "runs": [asdict(run) for run in recorded.runs],
-        "events": recorded.events,
-        "warnings": recorded.warnings,
-    }
-    with open(path, "w") as file:
-        json.dump(content, file, default=str)
-
-
-def begin_recording() -> None:
-    """Order the faults of POPTORCH_DOUBLE_FAIL; write the record to POPTORCH_DOUBLE_RECORD when
-    the process ends."""
+def order_faults() -> None:
+    """Order the faults of POPTORCH_DOUBLE_FAIL."""
     for on, call, error in _parse_faults(os.environ.get("POPTORCH_DOUBLE_FAIL", "")):
         recorded.fail(on, call, error)
-    if os.environ.get("POPTORCH_DOUBLE_RECORD"):
-        atexit.register(_write_record, os.environ["POPTORCH_DOUBLE_RECORD"])

@@ -7,16 +7,13 @@ worker                           | ready 0, 1, 2   |           | ready 0 ... end
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
-import tempfile
 from multiprocessing import connection
 from typing import Any, List
 
 import torch
 from torch import multiprocessing
 
-from poptorch._errors import make_py_error
+from poptorch._errors import make_py_error, make_unmodelled_error
 from poptorch.enums import SharingStrategy
 
 STARTS = {SharingStrategy.Fork: "fork", SharingStrategy.ForkServer: "forkserver"}
@@ -28,7 +25,8 @@ PRELOADED = [
 
 
 def _list_tensors(batch: Any) -> List[torch.Tensor]:
-    tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch)
+    assert not isinstance(batch, torch.Tensor), "the double models batches of several tensors"
+    tensors = list(batch)
     for place, tensor in enumerate(tensors):
         assert isinstance(tensor, torch.Tensor), (
             f"Tensor at index {place} is not a torch tensor. AsynchronousDataAccessor expects data to be organised as a "
@@ -41,9 +39,6 @@ def serve_batches(end: Any, dataset: Any, slots: int) -> None:
     """Fill the ring, as the worker process. The first batch gives the ring its shapes, so it is
     loaded before any request."""
     with contextlib.suppress(KeyboardInterrupt, EOFError):
-        if isinstance(dataset, str):
-            with open(dataset, "rb") as file:
-                dataset = pickle.load(file)
         source = (dataset[index] for index in range(len(dataset)))
         first: Any = next(source, None)
         if first is None:
@@ -52,7 +47,7 @@ def serve_batches(end: Any, dataset: Any, slots: int) -> None:
         ring = [
             [torch.empty_like(tensor).share_memory_() for tensor in shapes] for _ in range(slots)
         ]
-        end.send((isinstance(first, torch.Tensor), ring))
+        end.send(ring)
         turn = 0
         while True:
             order, number = end.recv()
@@ -78,25 +73,21 @@ class Worker:
     """The worker process, its ring of `slots` batches, and the slot that is being read."""
 
     def __init__(self, dataset: Any, slots: int, strategy: Any) -> None:
-        context = multiprocessing.get_context(STARTS.get(strategy, "spawn"))
+        if strategy not in STARTS:
+            raise make_unmodelled_error("a worker that is spawned")
+        context = multiprocessing.get_context(STARTS[strategy])
         if strategy == SharingStrategy.ForkServer:
             context.set_forkserver_preload(PRELOADED)
         self._here, there = context.Pipe()
-        with contextlib.ExitStack() as stack:
-            if strategy == SharingStrategy.FileSystem:
-                path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory()), "dataset")
-                with open(path, "wb") as file:
-                    pickle.dump(dataset, file, protocol=4)
-                dataset = path
-            self._process = context.Process(
-                target=serve_batches, args=(there, dataset, slots), daemon=True
-            )
-            self._process.start()
-            there.close()
-            try:
-                self._is_single, self._ring = self._here.recv()
-            except (EOFError, OSError):
-                self._ring = None
+        self._process = context.Process(
+            target=serve_batches, args=(there, dataset, slots), daemon=True
+        )
+        self._process.start()
+        there.close()
+        try:
+            self._ring = self._here.recv()
+        except (EOFError, OSError):
+            self._ring = None
         if self._ring is None:
             raise make_py_error(
                 "AsynchronousDataAccessor worker thread failed to start (Check above for details)"
@@ -114,16 +105,9 @@ class Worker:
         """Return the next batch, whose memory is overwritten once the next one is requested, or
         None at the end."""
         if self._slot is not None:
-            for tensor in self._ring[
-                self._slot
-            ]:  # PopTorch overwrites it sooner or later; the double at once
-                tensor.fill_(
-                    float("nan")
-                    if tensor.is_floating_point()
-                    else -1
-                    if tensor.dtype != torch.bool
-                    else True
-                )
+            # PopTorch overwrites it sooner or later; the double at once
+            for tensor in self._ring[self._slot]:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
             self._here.send(("slot", self._slot))
             self._slot = None
         turn = None
@@ -137,8 +121,7 @@ class Worker:
         self._slot = slot
         if slot is None:
             return None
-        batch = [tensor[:count] if tensor.dim() else tensor for tensor in self._ring[slot]]
-        return batch[0] if self._is_single else batch
+        return [tensor[:count] if tensor.dim() else tensor for tensor in self._ring[slot]]
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):

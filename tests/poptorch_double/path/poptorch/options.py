@@ -145,7 +145,6 @@ def _find_popart_kind(value: Any) -> str:
 PARTIALS = {torch.float: "float", torch.half: "half"}
 SYNTHETIC = DATA["popart_enums_as_int"]["syntheticDataMode"]
 COUNT = (lambda value: value >= 1, "must be at least 1")
-REDUCTION = "accumulationAndReplicationReductionType must be set to poptorch.ReductionType.Mean or poptorch.ReductionType.Sum"
 
 
 def _get_value(enumeration: Any) -> Any:
@@ -183,7 +182,7 @@ SETTERS: Dict[str, Tuple[Any, ...]] = {
     "Training.gradientAccumulation": ("", "gradient_accumulation", None, COUNT),
     "Training.accumulationAndReplicationReductionType": (
         "", "accumulation_and_replication_reduction_type", None,
-        (lambda value: value != enums.ReductionType.NoReduction, REDUCTION),
+        (lambda value: value == enums.ReductionType.Mean, "the double models the mean alone"),
     ),
     "Training.setMeanAccumulationAndReplicationReductionStrategy": ("", "meanAccumulationAndReplicationReductionStrategy"),
     "Training.setAutomaticLossScaling": ("popart", "automaticLossScalingSettings.enabled"),

@@ -3,7 +3,7 @@ explicit stages."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, Tuple
+from typing import Any, Dict
 
 from poptorch._errors import make_unmodelled_error
 from poptorch._signatures import follow_api
@@ -17,13 +17,9 @@ class Stage:
         assert all(isinstance(b, str) for b in block_ids), (
             f"Block IDs are supposed to be strings but got {block_ids}"
         )
-        self._blocks = block_ids
+        self.blocks = block_ids
         self._stage_id = -1
         self._ipu: Any = None
-
-    @property
-    def blocks(self) -> Tuple[str, ...]:
-        return self._blocks
 
     @follow_api("Stage.ipu")
     def ipu(self, ipu: int) -> "Stage":
