@@ -26,7 +26,7 @@ from tests.support.data import (
     write_pictures,
 )
 from tests.support.runs import list_faults
-from tests.test_fetch import make_idx_files, pin_files
+from tests.test_fetch import make_idx_files, pin_files, write_files
 
 CIFAR_ROWS, CIFAR_TEST_ROWS = 3, 4  # in each training file, in the test file
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -41,15 +41,9 @@ def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         rows = draw.randint(0, 256, (count, 3073)).astype(np.uint8)
         rows[:, 0] %= 10
         contents[file] = rows.tobytes()
-    write_official_files(folder, contents)
+    write_files(folder, contents)
     pin_files(monkeypatch, "cifar10", contents)
     return tmp_path
-
-
-def write_official_files(folder: Path, contents: Dict[str, bytes]) -> None:
-    folder.mkdir()
-    for file, content in contents.items():
-        (folder / file).write_bytes(content)
 
 
 def read_cifar_rows(root: Path, file: str) -> Any:
@@ -101,7 +95,7 @@ def test_idx_files_are_read_from_their_layout(
     name: str, folder: str, mean: float, std: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contents = make_idx_files()
-    write_official_files(tmp_path / folder, contents)
+    write_files(tmp_path / folder, contents)
     pin_files(monkeypatch, name, contents)
     data = load_data(name, tmp_path)
     for part, (x, y) in {"train": epoch_of(data, 3, 6), "t10k": next(data.test_batches(9))}.items():
@@ -135,7 +129,7 @@ def test_each_damaged_file_has_its_line_with_the_remedy(cifar: Path) -> None:
         one_line([fault], str(path), words, remedy)
 
 
-def test_a_set_is_in_the_root_or_the_folder_of_the_variable_or_the_cache(
+def test_a_set_without_a_root_is_in_the_folder_of_the_variable_or_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -147,7 +141,6 @@ def test_a_set_is_in_the_root_or_the_folder_of_the_variable_or_the_cache(
     monkeypatch.setenv("IPU_PIPE_DATA", str(tmp_path / "variable"))
     for name, folder in (("mnist", "mnist"), ("image_folder", "train")):
         one_line(list_faults(load_data, name), str(tmp_path / "variable" / folder))
-        one_line(list_faults(load_data, name, tmp_path / "root"), str(tmp_path / "root" / folder))
 
 
 # ---- order and augmentation
@@ -355,13 +348,6 @@ class CountedStream(IterableDataset):  # type: ignore[type-arg]
         return 11
 
 
-class UncountedStream(IterableDataset):  # type: ignore[type-arg]
-    """The same stream without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(CountedStream())
-
-
 @pytest.mark.parametrize("loader, batches", [
     (make_loader(23), 5), (make_loader(23, drop_last=True), 5),
     # any sequence of batches may be a loader
@@ -394,13 +380,6 @@ def test_batches_of_several_sizes_are_reported_with_their_place(
     (fault,) = list_faults(lambda: [data.train_batch(0, index, first) for index in range(3)])
     assert all(word in fault for word in words) and "micro_batch_size" not in fault
     assert ("drop_last" in fault) == (len(words) > 1)
-
-
-def test_the_incomplete_batch_of_a_stream_is_dropped_where_its_size_was_read_first() -> None:
-    data = from_loader(DataLoader(UncountedStream(), batch_size=4))
-    assert data.train_batches_per_epoch(4) is None and data.read_batch_size() == 4
-    numbers = [data.train_batch(0, index, 4)[1].tolist() for index in range(5)]
-    assert numbers == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2 + [[0, 1, 2, 3]]
 
 
 # ---- folders of images

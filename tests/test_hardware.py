@@ -27,7 +27,6 @@ from ipu_pipe.run.planning import PlanningRequest, make_planning_problem
 from ipu_pipe.schedule.clock import Transfer
 from ipu_pipe.schedule.methods import METHODS, resolve_method
 from tests.support.runs import DIGITS, list_faults
-from tests.support.units import join_units
 
 # 1 GB of memory, 1 TFLOP/s of which half is reached, 100 GB/s; two servers of four that share 1 GB/s, 10 GB/s inside
 PLAIN: Dict[str, Any] = {
@@ -188,16 +187,6 @@ def test_times_between_measured_sizes_are_interpolated(plain_hardware: Hardware)
         assert seconds == pytest.approx((forward, 2 * forward))
     one = make_unit(measured=(MeasuredPasses(3, 2.0, 3.0),))  # one size is scaled
     assert unit_costs.compute_pass_seconds(one, *keys, 6) == (4.0, 6.0)
-
-
-def test_units_join_to_a_stage() -> None:
-    a = make_unit(
-        "a", measured=(MeasuredPasses(1, 1.0, 2.0), MeasuredPasses(4, 3.0, 5.0)), update_seconds=1.0
-    )
-    b = make_unit("b", parameters=7, output_bytes=3.0, measured=(MeasuredPasses(4, 10.0, 20.0),))
-    assert join_units([a, b]) == Unit(
-        "a", 2e9, 4e9, 1007, 3.0, 8000.0, 4, (MeasuredPasses(4, 13.0, 25.0),), 1.0
-    )
 
 
 # ---- links

@@ -140,7 +140,6 @@ REFUSED: List[Tuple[str, Dict[str, Any], Dict[str, Any]]] = [
     ("backend.ipu.use_combined_accum: true",
      {**COMBINED, "options": {"TensorLocations.setOptimizerLocation.useOnChipStorage": False}}, {}),
     ("backend.ipu.use_combined_accum: true", {**COMBINED, "optimizer_options": {"accum_type": "float16"}}, {}),
-    ("backend.ipu.use_combined_accum: true", {**COMBINED, "optimizer_options": {"velocity_accum_type": "float32"}}, {}),
 ]  # fmt: skip
 
 
@@ -528,10 +527,8 @@ def test_graphcores_own_recipe_is_a_config() -> None:
     assert config.evaluate.every == 0  # evaluated after training
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["resnet34_ipu4", pytest.param("resnet101_ipu8", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet34_ipu4", "resnet101_ipu8"])
 def test_the_papers_tables_are_accepted_on_ipus_in_their_precision(
     name: str, poptorch: Any, monkeypatch: Any
 ) -> None:

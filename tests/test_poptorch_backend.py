@@ -36,6 +36,7 @@ from tests.support.ipu_runs import (
     SGD,
     Own,
     Source,
+    find_compilation,
     make_ipu_config,
     make_ipu_model,
     pretend_poprun,
@@ -65,7 +66,6 @@ EVALUATION = 7  # calls: 50 test samples, 8 a call on 4 stages
 PLAIN = {"name": "sgd", "lr": 0.05}
 
 
-EVERY_TWO = {"every": 2, "keep": 9}
 # stages of models, where a case has no others
 CUTS = {"residual": ["1", "2", "4"], "convolution": ["1", "2", "3"]}
 
@@ -194,10 +194,6 @@ def test_half_precision_ends_in_a_float32_model(
 
 
 # ---- the calls of PopTorch
-
-
-def find_compilation(poptorch: Any, training: bool = True) -> Any:
-    return next(c for c in poptorch.recorded.compilations if c.training == training)
 
 
 def test_stages_and_the_loss_are_laid_out_as_in_the_model(poptorch: Any, tmp_path: Path) -> None:
@@ -340,7 +336,7 @@ def test_a_resumed_run_ends_with_the_same_weights(
     keys = {
         "optimizer": optimizer,
         "lr_schedule": COSINE,
-        "checkpoint": {**EVERY_TWO, "format": form},
+        "checkpoint": {"every": 2, "format": form},
     }
     train_mlp(tmp_path / "straight", **keys)
     broken = poptorch.UnrecoverableError("broken", "poplar_unrecoverable_error")
@@ -498,22 +494,25 @@ def make_odd_model() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 64), OddModel())
 
 
-def make_unfaithful_model(what: str) -> nn.Module:
-    """Return a model that PopTorch would accept but compute differently."""
-
-    def forward(m: Any, x: torch.Tensor) -> Any:
-        x = m.inner(x)
-        if what == "function":
-            return Own.apply(x)
-        if what == "counter":
-            m.seen += 1
-        if what == "no_grad":
-            with torch.no_grad():
-                x = x - x.mean()
-        return x
-
+def make_composed_model(forward: Any) -> nn.Module:
+    """Return a model whose first stage is a function of itself and its input."""
     first = Composed(forward, inner=nn.Linear(12, 12), seen=torch.zeros((), dtype=torch.int64))
     return nn.Sequential(first, nn.Linear(12, 4))
+
+
+# what PopTorch would accept but compute differently
+
+
+def count_calls(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.seen += 1
+    return m.inner(x)
+
+
+def subtract_mean(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.inner(x)
+    with torch.no_grad():
+        mean = y.mean()
+    return y - mean
 
 
 def make_run_of_bytes() -> Dict[str, Any]:
@@ -564,12 +563,12 @@ UNFIT: List[Tuple[Dict[str, Any], Any, List[str]]] = [
     ({**WEIGHED_ALONE, "loss_weight": "tokens"}, dict, ["loss_weight: tokens: a microbatch of weight 0"]),
     ({}, lambda: {"loss": lose_doubled}, ["model: Own: "]),
     ({"precision": "16.32", "stages": 1}, make_run_of_bytes, ["precision: 16.32: inputs are uint8"]),
-    ({"stages": ["1"]}, lambda: {"model": make_unfaithful_model("function")}, ["model: Own: ", "never calls its backward"]),
-    ({"stages": ["1"]}, lambda: {"model": make_unfaithful_model("counter")},
+    ({"stages": ["1"]}, lambda: {"model": make_composed_model(lambda m, x: Own.apply(m.inner(x)))},
+     ["model: Own: ", "never calls its backward"]),
+    ({"stages": ["1"]}, lambda: {"model": make_composed_model(count_calls)},
      ["model: 0.seen: training writes an integer buffer"]),
-    ({"stages": ["1"]}, lambda: {"model": make_unfaithful_model("no_grad")},
+    ({"stages": ["1"]}, lambda: {"model": make_composed_model(subtract_mean)},
      ["model: mean in 0", "torch.no_grad() has no effect inside a forward"]),
-    ({"stages": ["1"]}, lambda: {"model": make_unfaithful_model("nothing")}, []),
 ]  # fmt: skip
 
 

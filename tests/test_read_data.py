@@ -24,7 +24,7 @@ from ipu_pipe.errors import BadInput
 from ipu_pipe.report import provenance
 from ipu_pipe.run.train import check
 from tests.support.runs import list_faults, needs_processes
-from tests.test_callbacks import DIGITS, SHORT, train_short_digits
+from tests.test_callbacks import DIGITS, train_short_digits
 from tests.test_processes import train_digits_on_emulator, train_digits_on_ranks
 
 OWN = [
@@ -169,24 +169,19 @@ def make_loader_data(seed: int, noise: float = 0.0) -> Any:
     return ipu_pipe.from_loader(loader, DataLoader(samples, 8))
 
 
-def train_on_data(out: Path, steps: int, data: Any, **keys: Any) -> None:
-    config = load_config(DIGITS, [*SHORT, *OWN[1:], *SHAPES, f"steps={steps}"])
-    ipu_pipe.train(config, out, data=data, quiet=True, **keys)
-
-
 def test_data_passed_from_python_is_identified_by_its_first_microbatch(root_folder: Path) -> None:
-    train_on_data(Path("run"), 2, make_loader_data(0))
-    train_on_data(Path("run"), 4, make_loader_data(0), resume=True)
+    train_on_images(Path("run"), 2, data=make_loader_data(0))
+    train_on_images(Path("run"), 4, data=make_loader_data(0), resume=True)
     message = "the SHA-256 of the first microbatch was [0-9a-f]{16}, is [0-9a-f]{16}: the data"
     with pytest.raises(BadInput, match=message):
-        train_on_data(Path("run"), 6, make_loader_data(1), resume=True)
-    train_on_data(Path("noisy"), 2, make_loader_data(0, noise=1.0))
+        train_on_images(Path("run"), 6, data=make_loader_data(1), resume=True)
+    train_on_images(Path("noisy"), 2, data=make_loader_data(0, noise=1.0))
     # each start draws other noise, so no hash identifies the data
-    train_on_data(Path("noisy"), 4, make_loader_data(0, noise=1.0), resume=True)
+    train_on_images(Path("noisy"), 4, data=make_loader_data(0, noise=1.0), resume=True)
     data = make_loader_data(0)
     data.data_files = ["data/missing.npy"]
     with pytest.raises(BadInput, match="data: data/missing.npy: No such file"):
-        train_on_data(Path("missing"), 2, data)
+        train_on_images(Path("missing"), 2, data=data)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tests.test_fetch import (
     pin_files,
     pin_hash,
     read_files_by_name,
+    write_files,
 )  # noqa: F401
 
 # the attribute `fetch` of the package is the function
@@ -55,9 +56,7 @@ def make_prose(length: int = 900, digits: int = 100) -> str:
 
 def write_set(root: Path, name: str, contents: Dict[str, bytes], patch: pytest.MonkeyPatch) -> Path:
     """Write the files of a set, which are the official ones; return its root."""
-    (root / name).mkdir()
-    for file, content in contents.items():
-        (root / name / file).write_bytes(content)
+    write_files(root / name, contents)
     pin_files(patch, name, contents)
     return root
 

@@ -98,6 +98,11 @@ def pretend_poprun(monkeypatch: Any, instances: int, index: int, replicas: int) 
         monkeypatch.setenv(f"POPDIST_{name}", str(value))
 
 
+def find_compilation(poptorch: Any, training: bool = True) -> Any:
+    """Return the record of the first compiled model of this kind."""
+    return next(one for one in poptorch.recorded.compilations if one.training == training)
+
+
 @functools.lru_cache(maxsize=None)
 def build_cached_job(raw: str) -> Any:
     """Return the job of a config given as JSON; jobs are cached by the text of the config."""

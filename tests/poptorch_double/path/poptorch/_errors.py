@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-RECOVERY_ACTIONS = ("IPU_RESET", "LINK_RESET", "PARTITION_RESET", "FULL_RESET")
-
 
 class Error(Exception):
     """PopTorch's error. `type` is the layer that raises it (poptorch_py_error,

@@ -143,9 +143,7 @@ class PoplarExecutor:
         program = self._get_program()
         # before anything touches the parameters, and whatever comes of it
         self._dirty_host_weights = False
-        self._check_alive()
-        if not self._is_attached:  # [U]
-            raise make_cpp_error("Device is not attached")
+        self._require_device()
         self._run_on_device("copyWeightsToHost")
         program.download(self._list_host_tensors())
         self._host_weights_version += 1
@@ -155,9 +153,7 @@ class PoplarExecutor:
         """Copy the host's weights. Training since the last copy to the host is lost, as in
         PopTorch."""
         program = self._get_program()
-        self._check_alive()
-        if not self._is_attached:  # [U]
-            raise make_cpp_error("Device is not attached")
+        self._require_device()
         self._dirty_host_weights = False
         self._read_optimizer_state()
         recorded.event("copyWeightsToDevice", self._index)
@@ -284,11 +280,8 @@ class PoplarExecutor:
 
     def _check_layout(self, layout: Any) -> None:
         """Refuse what PopTorch refuses when it knows the model's stages."""
-        name, count, least = (
-            "deviceIterations",
-            self._options.device_iterations,
-            layout.forward_stages,
-        )
+        name, count = "deviceIterations", self._options.device_iterations
+        least = layout.forward_stages
         if self._training:
             name, count = "gradientAccumulation", self._options.Training.gradient_accumulation
             least = 2 * least - 1
@@ -431,6 +424,11 @@ class PoplarExecutor:
             again = type(self._lost)(self._lost.message, self._lost.type)
             again.__dict__.update(self._lost.__dict__)
             raise again
+
+    def _require_device(self) -> None:
+        self._check_alive()
+        if not self._is_attached:  # [U]
+            raise make_cpp_error("Device is not attached")
 
     @follow_api("PoplarExecutor.isAttachedToDevice")
     def isAttachedToDevice(self) -> bool:

@@ -209,14 +209,10 @@ class Program:
 
     @contextlib.contextmanager
     def _enter_device(self) -> Iterator[None]:
-        """Use the device's random numbers, and set isRunningOnIpu()."""
+        """Use the device's random numbers."""
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
-            _trace.running = True
-            try:
-                yield
-            finally:
-                _trace.running = False
+            yield
 
     def run(self, arguments: Any) -> Any:
         """Execute one call's input, and return the outputs in the output mode."""

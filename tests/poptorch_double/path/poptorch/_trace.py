@@ -30,7 +30,6 @@ from poptorch._errors import DoubleRefuses, make_cpp_error, make_popart_error, m
 from poptorch._record import Loss, Placement
 
 current: Optional["Trace"] = None  # the trace in progress
-running = False  # a model is being traced or executed: poptorch.isRunningOnIpu()
 
 LOSSES = frozenset(
     "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss "

@@ -14,8 +14,6 @@ from poptorch._errors import make_cpp_error, make_unmodelled_error
 from poptorch._signatures import DATA, follow_api
 from poptorch.strategies import PipelinedExecution
 
-__all__ = ["Options", "TensorLocationSettings"]
-
 
 class OptionsDict:
     """Keys that were declared can be read as attributes and set to values of their default's type; nothing else can."""
