@@ -61,12 +61,10 @@ CASES: Dict[str, IpuCase] = {
     "pipedream_flush": IpuCase(
         "pipedream_flush", optimizer=torch.optim.AdamW, settings={"lr": 0.01, "weight_decay": 0.1}
     ),
-    "sharded": IpuCase("naive", microbatches=2),
     "calls of 2": IpuCase(per_call=2),
     "calls of 3, replicas": IpuCase(replicas=2, per_call=3, ipu=TWO_REPLICAS),
     "local losses, calls of 2": IpuCase("local_greedy", per_call=2),
     "two groups": IpuCase(optimizer=make_sgd_of_two_groups),
-    "loss scaling": IpuCase(ipu={"loss_scaling": [[0, 2.0], [2, 64.0]]}),
     "decoupled decay": IpuCase(
         optimizer=torch.optim.Adam,
         settings={"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True},
@@ -364,7 +362,7 @@ def test_several_instances_of_poprun_are_refused(poptorch: Any, monkeypatch: Any
 
 
 def test_a_nan_loss_ends_the_loop(poptorch: Any) -> None:
-    loop = IpuLoop(CASES["sharded"])
+    loop = IpuLoop(IpuCase("naive", microbatches=2))
     x, y = make_replicated_batch(loop.case, 0)
     line = "^update 0 of method naive: the training loss is nan; its batch has numbers"
     with pytest.raises(Divergence, match=line):
