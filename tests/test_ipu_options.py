@@ -36,7 +36,7 @@ from ipu_pipe.schedule.methods import (
     Timeline,
     resolve_method,
 )
-from tests.support.ipu_runs import PODS, pretend_poprun
+from tests.support.ipu_runs import PODS, simulate_poprun
 from tests.support.runs import DIGITS, ROOT, list_faults, read_json
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
@@ -325,7 +325,7 @@ def test_one_replica_of_a_process_shards_nothing(poptorch: Any, monkeypatch: Any
     """Story: PopTorch shards over a process's own replicas, and silently does not with one."""
     settings = configure_ipus({"options": {SHARDED_STATE: True}}, replicas=2)
     assert check_facts(settings, FACTS) == []
-    pretend_poprun(monkeypatch, 2, 0, 1)
+    simulate_poprun(monkeypatch, 2, 0, 1)
     (fault,) = check_facts(settings, FACTS)
     assert fault.startswith(f"backend.ipu.options.{SHARDED_STATE}: true: ")
 
@@ -355,14 +355,10 @@ def test_set_reaches_a_name_with_dots(tmp_path: Path) -> None:
 
 def test_convolution_options_keep_the_partials(poptorch: Any) -> None:
     """Story: dithering, by its new spelling, dropped the half partials."""
-    for chosen, expected in (({}, "half"), ({"partialsType": "float"}, "float")):
-        dithering = {"convolutionOptions": {"enableConvDithering": "true", **chosen}}
-        settings = configure_ipus({"partials": "half", "popart_options": dithering})
-        options = make_poptorch_options(settings, Placement((0, 1, 2, 3)), True, 5).toDict()
-        assert options["convolutionOptions"] == {
-            "partialsType": expected,
-            "enableConvDithering": "true",
-        }
+    dithering = {"enableConvDithering": "true"}
+    chosen = {"partials": "half", "popart_options": {"convolutionOptions": dithering}}
+    options = make_poptorch_options(configure_ipus(chosen), Placement((0, 1, 2, 3)), True, 5)
+    assert options.toDict()["convolutionOptions"] == {"partialsType": "half", **dithering}
 
 
 def test_a_config_with_options_goes_to_another_process() -> None:
@@ -378,7 +374,7 @@ EVERY_KEY = {
     "engine_options": {"debug.instrument": "true"}, "profile": {"directory": "p"},
     "popart_options": {
         "enableOutlining": False, "defaultPrefetchBufferingDepth": 3,
-        "convolutionOptions": {"partialsType": "half", "enableConvDithering": "true"},
+        "convolutionOptions": {"partialsType": "float"},  # wins
     },
     "options": {
         "Precision.enableFloatingPointExceptions": True, "connectionType": "OnDemand", "syncPattern": "SinglePipeline",
@@ -400,7 +396,7 @@ def test_every_key_becomes_the_option_of_its_name(poptorch: Any) -> None:
         "device_iterations": 2, "replication_factor": 4, "gradient_accumulation": 16, "auto_round_num_ipus": True,
         "broadcast_buffers": False, "available_memory_proportion": {0: 0.1, 1: 0.2, 2: 0.3}, "partialsTypeMatMuls": "half",
         "enableStochasticRounding": True, "enableFloatingPointChecks": True,
-        "convolutionOptions": {"partialsType": "half", "enableConvDithering": "true"},
+        "convolutionOptions": {"partialsType": "float"},
         "autoRecomputation": 2, "defaultPrefetchBufferingDepth": 3,
         "output_mode": poptorch.OutputMode.Sum, "cachePath": "cache", "enableEngineCaching": True,
         "connection_type": poptorch.ConnectionType.OnDemand, "sync_pattern": poptorch.SyncPattern.SinglePipeline,

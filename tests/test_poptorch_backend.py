@@ -39,7 +39,7 @@ from tests.support.ipu_runs import (
     find_compilation,
     make_ipu_config,
     make_ipu_model,
-    pretend_poprun,
+    simulate_poprun,
     train_small_run,
 )
 from tests.support.models import Composed
@@ -602,7 +602,7 @@ def test_poprun_sets_replicas_and_no_forbidden_method_is_called(
 ) -> None:
     settings = {"replicas": 2, "stages": 2}
     train_small_run(make_ipu_config(**settings), tmp_path / "emulator", "mlp")
-    pretend_poprun(monkeypatch, 1, 0, 2)
+    simulate_poprun(monkeypatch, 1, 0, 2)
     # which joining sets
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support.ipu_runs import Own, pretend_poprun
+from tests.support.ipu_runs import Own, simulate_poprun
 
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 DATA = json.loads((Path(__file__).parent / "poptorch_double" / "api.json").read_text())
@@ -447,7 +447,7 @@ def test_a_worker_is_a_process_of_its_own_whose_batches_are_overwritten(poptorch
 def test_popdist_fills_the_options_in_and_keeps_them(poptorch: Any, monkeypatch: Any) -> None:
     import popdist.poptorch
 
-    pretend_poprun(monkeypatch, 2, 1, 4)
+    simulate_poprun(monkeypatch, 2, 1, 4)
     assert_raises_with(RuntimeError, "popdist.init()", lambda: popdist.poptorch.Options())
     popdist.init()
     options = popdist.poptorch.Options(ipus_per_replica=2)

@@ -21,7 +21,7 @@ from ipu_pipe.backends.ipu.unsupported import check_model
 from ipu_pipe.errors import BadInput, Divergence, RunFault
 from ipu_pipe.refusals import Language
 from ipu_pipe.schedule.methods import resolve_method
-from tests.support.ipu_runs import Source, make_ipu_config, make_ipu_model, pretend_poprun
+from tests.support.ipu_runs import Source, make_ipu_config, make_ipu_model, simulate_poprun
 from tests.support.runs import assert_same, assert_states_close
 from tests.support.slow import mark_slow
 
@@ -80,14 +80,11 @@ def compute_rate_factor(k: int) -> float:
     return 1.0 / (1 + k / 4)
 
 
-def make_replicated_batch(case: IpuCase, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return the batch of update k: the microbatches that `train` reads, one replica after
-    another."""
-    source, count = Source(), case.replicas
-    first = k * case.microbatches
-    numbers = [(first + i) * count + r for r in range(count) for i in range(case.microbatches)]
-    parts = [source.train_batch(0, number, SAMPLES) for number in numbers]
-    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+def make_ipu_batch(case: IpuCase, k: int, updates: int = 1) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return the batch of a step of several updates, of which k is the first."""
+    samples = SAMPLES * case.microbatches * case.replicas * updates
+    x, y = Source().train_batch(0, k // updates, samples)
+    return x, y
 
 
 class IpuLoop:
@@ -121,20 +118,14 @@ class IpuLoop:
     def run(self, first: int = 0, last: int = UPDATES) -> None:
         """Make the updates first..last-1; the updates of a call have the learning rate of its
         first."""
-        updates_per_step = self.pipe.updates_per_call
-        for begin in range(first, last, self.case.per_call):
-            batches = [
-                make_replicated_batch(self.case, k)
-                for k in range(begin, begin + self.case.per_call)
-            ]
-            for number in range(0, len(batches), updates_per_step):
-                step_batches = batches[number : number + updates_per_step]
-                x, y = (torch.cat(parts) for parts in zip(*step_batches))
-                updates = self.pipe.step(x, y)
-                assert updates[0].index == begin + number
-                self.losses += [update.loss for update in updates]
-            for _ in batches:
-                self.scheduler.step()
+        per_call, per_step = self.case.per_call, self.pipe.updates_per_call
+        for k in range(first, last, per_step):
+            updates = self.pipe.step(*make_ipu_batch(self.case, k, per_step))
+            assert updates[0].index == k
+            self.losses += [update.loss for update in updates]
+            if (k + per_step) % per_call == 0:
+                for _ in range(per_call):
+                    self.scheduler.step()
 
     def close(self) -> Dict[str, torch.Tensor]:
         self.losses += [update.loss for update in self.pipe.close()]
@@ -166,12 +157,10 @@ def test_it_evaluates_and_predicts_on_the_ipus(poptorch: Any) -> None:
     """Evaluation and prediction equal the emulator's before the first step and between steps,
     for any number of samples, and training continues."""
     case = CASES["calls of 2"]
-    x, y = make_replicated_batch(case, 7)
-    loops = [
-        IpuLoop(case, backend, example=(x[:SAMPLES], y[:SAMPLES]))
-        for backend in ("poptorch", "emulator")
-    ]
-    for first in (0, 2, 4):
+    x, y = make_ipu_batch(case, 7)
+    example = x[:SAMPLES], y[:SAMPLES]
+    loops = [IpuLoop(case, backend, example=example) for backend in ("poptorch", "emulator")]
+    for first in (0, 2):
         ours, theirs = (
             loop.pipe.evaluate([(x, y), (x[:5], y[:5])], ["accuracy"]) for loop in loops
         )
@@ -190,7 +179,7 @@ def test_it_evaluates_and_predicts_on_the_ipus(poptorch: Any) -> None:
 def test_an_evaluation_that_fails_leaves_the_ipus_to_training(poptorch: Any) -> None:
     """Story: the inference model kept the IPUs, and the next step could not acquire them."""
     loops = [IpuLoop(CASES["calls of 2"], backend) for backend in ("poptorch", "emulator")]
-    x, y = make_replicated_batch(loops[0].case, 7)
+    x, y = make_ipu_batch(loops[0].case, 7)
     for loop in loops:
         loop.run(0, 2)
         with pytest.raises(ZeroDivisionError):
@@ -221,7 +210,7 @@ def test_an_evaluation_uploads_the_weights_once(
     compiled, before the call, and by PopTorch's own check in the call."""
     monkeypatch.setenv("POPTORCH_DOUBLE_IPUS", "8")
     loop = IpuLoop(IpuCase(ipu={"detach_for_evaluation": detaches}))
-    batch = make_replicated_batch(loop.case, 7)
+    batch = make_ipu_batch(loop.case, 7)
     results = set()
     for k in range(3):
         loop.run(k, k + 1)
@@ -295,7 +284,7 @@ def test_a_batch_that_does_not_fit_changes_nothing(poptorch: Any) -> None:
     straight, loop = IpuLoop(case), IpuLoop(case)
     straight.run()
     expected = straight.close()
-    x, y = make_replicated_batch(case, 0)
+    x, y = make_ipu_batch(case, 0)
     pairs = [(x[i : i + 1], y[i : i + 1]) for i in range(32)]
     for args, keys, line in (
         ((x[:31], y[:31]), {}, "31 samples does not divide into 32 microbatches"),
@@ -354,7 +343,7 @@ def test_several_instances_of_poprun_are_refused(poptorch: Any, monkeypatch: Any
     method = resolve_method("gpipe", {})
     facts = ModelFacts(4, {}, [1, 2, 3], [], [], ("sgd", [{}]), has_loop=True)
     assert check_model(settings, method, facts) == []
-    pretend_poprun(monkeypatch, 2, 0, 1)
+    simulate_poprun(monkeypatch, 2, 0, 1)
     (fault,) = check_model(settings, method, facts)
     assert Language.PYTHON.say(fault).startswith(
         "backend: poptorch: a loop of your own drives the IPUs of one process"
@@ -363,7 +352,7 @@ def test_several_instances_of_poprun_are_refused(poptorch: Any, monkeypatch: Any
 
 def test_a_nan_loss_ends_the_loop(poptorch: Any) -> None:
     loop = IpuLoop(IpuCase("naive", microbatches=2))
-    x, y = make_replicated_batch(loop.case, 0)
+    x, y = make_ipu_batch(loop.case, 0)
     line = "^update 0 of method naive: the training loss is nan; its batch has numbers"
     with pytest.raises(Divergence, match=line):
         loop.pipe.step(x * math.nan, y)

@@ -91,7 +91,7 @@ def train_small_run(
     return train(settings, out, **keys)
 
 
-def pretend_poprun(monkeypatch: Any, instances: int, index: int, replicas: int) -> None:
+def simulate_poprun(monkeypatch: Any, instances: int, index: int, replicas: int) -> None:
     """Set the variables of poprun, in instance `index` with `replicas` of its own."""
     values = {"NUM_INSTANCES": instances, "INSTANCE_INDEX": index, "NUM_LOCAL_REPLICAS": replicas}
     for name, value in values.items():
