@@ -348,6 +348,13 @@ class CountedStream(IterableDataset):  # type: ignore[type-arg]
         return 11
 
 
+class UncountedStream(IterableDataset):  # type: ignore[type-arg]
+    """The same stream without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(CountedStream())
+
+
 @pytest.mark.parametrize("loader, batches", [
     (make_loader(23), 5), (make_loader(23, drop_last=True), 5),
     # any sequence of batches may be a loader
@@ -380,6 +387,13 @@ def test_batches_of_several_sizes_are_reported_with_their_place(
     (fault,) = list_faults(lambda: [data.train_batch(0, index, first) for index in range(3)])
     assert all(word in fault for word in words) and "micro_batch_size" not in fault
     assert ("drop_last" in fault) == (len(words) > 1)
+
+
+def test_the_incomplete_batch_of_a_stream_is_dropped_where_its_size_was_read_first() -> None:
+    data = from_loader(DataLoader(UncountedStream(), batch_size=4))
+    assert data.train_batches_per_epoch(4) is None and data.read_batch_size() == 4
+    numbers = [data.train_batch(0, index, 4)[1].tolist() for index in range(5)]
+    assert numbers == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2 + [[0, 1, 2, 3]]
 
 
 # ---- folders of images
