@@ -71,13 +71,9 @@ def train_with_average(out: Path, *sets: str, **how: Any) -> Dict[str, Any]:
 )
 def test_evaluations_measure_the_average_which_is_torchs(tmp_path: Path) -> None:
     sets = [
-        "method=gpipe",
-        "gradient_accumulation=2",
-        "steps=7",
-        f"model={CONV}",
-        "optimizer.name=adam",
-    ]
-    sets += ["optimizer.momentum=null", "optimizer.lr=0.01"]
+        "method=gpipe", "gradient_accumulation=2", "steps=7", f"model={CONV}",
+        "optimizer={name: adam, lr: 0.01, momentum: null}",
+    ]  # fmt: skip
     follower = AverageFollower()
     report = train_with_average(tmp_path / "run", *sets, callbacks=[follower])
     averages = read_averages(tmp_path / "run")
@@ -94,39 +90,44 @@ def test_evaluations_measure_the_average_which_is_torchs(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("method", ["gpipe", "pipemare"])
 def test_a_loop_has_the_average_of_each_stages_own_updates(method: str) -> None:
+    compute_loss = torch.nn.functional.cross_entropy
+
     def make_pipeline() -> ipu_pipe.Pipeline:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.ReLU(), torch.nn.Linear(6, 3)
-        )
+        layers = [
+            torch.nn.Linear(4, 6),
+            torch.nn.BatchNorm1d(6),
+            torch.nn.ReLU(),
+            torch.nn.Linear(6, 3),
+        ]
+        model = torch.nn.Sequential(*layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         return ipu_pipe.Pipeline(
-            model, torch.nn.functional.cross_entropy, optimizer, method, stages=2, microbatches=2, ema=0.9
-        )  # fmt: skip
+            model, compute_loss, optimizer, method, stages=2, microbatches=2, ema=0.9
+        )
 
     averages: Dict[Any, torch.Tensor] = {}
 
     def follow(update: int, stage: int, parameters: Any) -> None:
         for p in parameters:
-            averages[p] = (
-                p.detach().clone() if p not in averages else averages[p].lerp(p.detach(), 0.1)
-            )
+            newest = p.detach().clone()
+            averages[p] = averages[p].lerp(newest, 0.1) if p in averages else newest
 
     pipe = make_pipeline()
     pipe.on_update(follow)
     batches = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(6)]
-    for x, y in batches[:5]:
-        pipe.step(x, y)
+    for batch in batches[:5]:
+        pipe.step(*batch)
     found = pipe.averages()
     names = dict(pipe.model.named_parameters())
     assert_same(found, {name: averages[p] for name, p in names.items()})
     newest = {name: p.detach().clone() for name, p in names.items()}
     measured = pipe.evaluate(batches[:1])
-    assert_same(newest, dict(names))
+    assert_same(newest, names)
     averaged = make_pipeline().model
     averaged.load_state_dict({**pipe.model.state_dict(), **found})
-    expected = torch.nn.functional.cross_entropy(averaged.eval()(batches[0][0]), batches[0][1])
-    assert measured["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    x, y = batches[0]
+    assert measured["loss"] == pytest.approx(compute_loss(averaged.eval()(x), y).item(), rel=1e-6)
     # the state has the averages
     other = make_pipeline()
     other.load_state_dict(pipe.state_dict())

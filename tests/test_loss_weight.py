@@ -192,20 +192,6 @@ def test_an_update_is_the_plain_weighted_loop(name: str, tmp_path: Path) -> None
     )
 
 
-def test_the_gradient_is_that_of_all_tokens_at_once(tmp_path: Path) -> None:
-    arguments = describe_run(counts=UNEVEN[:8], steps=2)
-    ipu_pipe.train(out=tmp_path, quiet=True, **arguments)
-    model = make_token_model()
-    optimizer, data = SGD(model.parameters()), make_token_batches(UNEVEN[:8])
-    for start in (0, N):
-        x, y = (torch.cat(parts) for parts in zip(*data[start : start + N]))
-        optimizer.zero_grad()
-        compute_token_loss(model(x), y).backward()
-        optimizer.step()
-    for p, q in zip(arguments["model"].parameters(), model.parameters()):
-        assert torch.allclose(p, q, rtol=0, atol=1e-6)
-
-
 def test_equal_weights_change_no_bit() -> None:
     data = draw_microbatches(24)
     one, other = (join_stages(make_seeded_stages("mlp")) for _ in range(2))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any, Dict, Tuple
+from typing import Any, Callable, Dict, Tuple
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.staged_models import TIED, draw_microbatches, join_stages, make_repea
 from tests.support.models import Composed
 from tests.support.processes import run_in_group
 from tests.support.runs import (
+    assert_same,
     list_faults,
     needs_processes,
     read_json,
@@ -36,6 +38,7 @@ from tests.support.runs import (
     read_trace_file,
     read_weights,
 )
+from tests.support.slow import mark_slow
 from tests.test_emulator_exact import SHARING, make_seeded_stages
 from tests.tied_models import (
     Gpt2,
@@ -158,6 +161,10 @@ def train_holding(method: str, drains_at: int = -1, **keys: Any) -> Tuple[Any, A
         return pipe.state_dict().get("model", {}), versions
 
 
+def train_holding_weights(method: str, **keys: Any) -> Dict[str, torch.Tensor]:
+    return dict(train_holding(method, 7, **keys)[0])
+
+
 @pytest.mark.parametrize("method", ["pipedream", "pipelined_backprop"])
 def test_a_tied_weight_has_the_version_of_its_first_stage_in_all_uses(method: str) -> None:
     """By hand: each stage reads versions of its own, and the tied weight those of stage 0."""
@@ -179,22 +186,6 @@ def test_a_tied_weight_has_the_version_of_its_first_stage_in_all_uses(method: st
     assert int(versions[0, 11]) < int(versions[3, 11])
     for name, value in history[-1].items():
         assert float((trained[name] - value).abs().max()) < 1e-12, name
-
-
-def train_holding_on_ranks(rank: int, folder: Path) -> None:
-    for method in HOLDING:
-        weights, _ = train_holding(method, 7, backend="distributed", deadline=60)
-        if rank == 0:
-            torch.save(weights, folder / f"{method}.pt")
-
-
-@needs_processes
-@pytest.mark.slow
-def test_processes_hold_tied_weights_as_the_emulator(tmp_path: Path) -> None:
-    run_in_group(4, train_holding_on_ranks, tmp_path)
-    for method in HOLDING:
-        expected, actual = train_holding(method, 7)[0], torch.load(tmp_path / f"{method}.pt")
-        assert all(torch.equal(value, actual[name]) for name, value in expected.items()), method
 
 
 class Scale(nn.Module):
@@ -229,19 +220,25 @@ def train_with_replaced_weight(**keys: Any) -> Dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def replace_tied_weight_on_ranks(rank: int, folder: Path) -> None:
-    weights = train_with_replaced_weight(backend="distributed", deadline=60)
+# the weights that a training ends with
+TRAININGS: Dict[str, Callable[..., Dict[str, torch.Tensor]]] = {
+    "replaced": train_with_replaced_weight,
+    **{method: functools.partial(train_holding_weights, method) for method in HOLDING},
+}
+
+
+def train_tied_on_ranks(rank: int, folder: Path, name: str) -> None:
+    weights = TRAININGS[name](backend="distributed", deadline=60)
     if rank == 0:
         torch.save(weights, folder / "weights.pt")
 
 
 @needs_processes
-def test_a_copy_keeps_the_tensor_that_a_caller_gave_it(tmp_path: Path) -> None:
-    """Story: the backward read the weight from before, and training went on with wrong numbers."""
-    run_in_group(4, replace_tied_weight_on_ranks, tmp_path)
-    actual = torch.load(tmp_path / "weights.pt")
-    for name, value in train_with_replaced_weight().items():
-        assert torch.equal(value, actual[name]), name
+@pytest.mark.parametrize("name", mark_slow(TRAININGS, lambda name: name == "replaced"))
+def test_processes_hold_tied_weights_as_the_emulator(name: str, tmp_path: Path) -> None:
+    """Story: after a caller had replaced a weight, the backward of its copy read the one from before."""
+    run_in_group(4, train_tied_on_ranks, tmp_path, name)
+    assert_same(torch.load(tmp_path / "weights.pt"), TRAININGS[name]())
 
 
 @pytest.mark.parametrize("method", ["pipemare", "spectrain", "local_greedy", "local_sgd"])
