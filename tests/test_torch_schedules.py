@@ -5,6 +5,7 @@ Both must have the bits of plain gradient accumulation.
 
 from __future__ import annotations
 
+import functools
 import re
 import traceback
 from pathlib import Path
@@ -22,13 +23,13 @@ from ipu_pipe.errors import end_process
 from ipu_pipe.model.stages import partition
 from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.methods import resolve_method
-from ipu_pipe.schedule.rows import format_csv
+from ipu_pipe.schedule.rows import format_csv, format_text, from_rows, read_csv
 from ipu_pipe.schedule.table import Schedule
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules, choose_rules
 from ipu_pipe.update.optimizer import make_groups, select_stage
 from tests import forked
+from tests.support.emulating import make_rules
 from tests.support.flows import run_batches
 from tests.support.slow import mark_slow
 
@@ -54,11 +55,8 @@ Gradients = Dict[str, torch.Tensor]
 def make_equal_blocks() -> nn.Sequential:
     """Return blocks of one width, so that any of them may begin a stage."""
     torch.manual_seed(3)
-    blocks = [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())
-        for _ in range(BLOCKS)
-    ]
-    return nn.Sequential(*blocks)
+    layers = lambda: (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh())  # noqa: E731
+    return nn.Sequential(*[nn.Sequential(*layers()) for _ in range(BLOCKS)])
 
 
 def make_block_data(microbatches: int) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -84,13 +82,12 @@ def sum_gradients(order_of_block: Sequence[Sequence[int]]) -> Gradients:
         model.zero_grad()
         (F.cross_entropy(model(x), y) / len(order_of_block[0])).backward()
         by_microbatch.append(get_gradients(model))
-    total = {}
-    for name in by_microbatch[0]:
-        first, *others = order_of_block[int(name.split(".")[0])]
-        total[name] = by_microbatch[first][name]
-        for m in others:
-            total[name] = total[name] + by_microbatch[m][name]
-    return total
+    return {
+        name: functools.reduce(
+            torch.add, [by_microbatch[m][name] for m in order_of_block[int(name.split(".")[0])]]
+        )
+        for name in by_microbatch[0]
+    }
 
 
 def sum_gradients_in_order(microbatches: int) -> Gradients:
@@ -112,34 +109,30 @@ def are_equal(one: Gradients, other: Gradients) -> bool:
 # ---- PyTorch's side: in the ranks of a gloo group
 
 
-def run_judge_rank(rank: int, ranks: int, folder: str) -> None:
+def run_judge_rank(rank: int, ranks: int, folder: Path) -> None:
     """Run all of our files, then PyTorch's own classes, and write the gradients of this rank's
     stages."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     try:
         for name, v in OURS.items():
-            torch.save(
-                run_file(rank, ranks, v, Path(folder) / f"{name}.csv"),
-                Path(folder) / f"{name}-{rank}.pt",
-            )
+            save_gradients(run_file(rank, ranks, v, folder / f"{name}.csv"), folder, name, rank)
         for name, v in THEIRS.items():
-            torch.save(
-                run_class(name, rank, ranks, v, Path(folder)), Path(folder) / f"{name}-{rank}.pt"
-            )
+            save_gradients(run_class(name, rank, ranks, v, folder), folder, name, rank)
         torch.distributed.barrier()  # all files of PyTorch's orders are written
         for name in (*OURS, *THEIRS):
-            torch.save(
-                train_on_rank(rank, *make_method_schedule(name, ranks, Path(folder))),
-                Path(folder) / f"ours-{name}-{rank}.pt",
-            )
+            gradients = train_on_rank(rank, *make_method_schedule(name, ranks, folder))
+            save_gradients(gradients, folder, f"ours-{name}", rank)
         torch.distributed.barrier()
     except BaseException:
         traceback.print_exc()
         end_process(1)
     end_process(0)
+
+
+def save_gradients(gradients: Gradients, folder: Path, name: str, rank: int) -> None:
+    torch.save(gradients, folder / f"{name}-{rank}.pt")
 
 
 def run_file(rank: int, ranks: int, v: int, path: Path) -> Gradients:
@@ -155,6 +148,8 @@ def run_file(rank: int, ranks: int, v: int, path: Path) -> Gradients:
 
     def load_order(runtime: Any) -> None:
         runtime._load_csv(str(path))
+        if rank == 0:  # with the communication that PyTorch has added
+            runtime._dump_csv(str(path.with_suffix(".lowered")), format="compute_comms")
 
     return run_runtime_batch(make_runtime, rank, ranks, v, stages, load_order)
 
@@ -163,11 +158,8 @@ def run_class(name: str, rank: int, ranks: int, v: int, folder: Path) -> Gradien
     from torch.distributed.pipelining import schedules
 
     is_single = v == 1
-    stages = (
-        [rank, 2 * ranks - 1 - rank]
-        if "V" in name[-4:] or "ZBV" in name
-        else [rank, rank + ranks][:v]
-    )
+    second = 2 * ranks - 1 - rank if "V" in name[-4:] or "ZBV" in name else rank + ranks
+    stages = [rank, second][:v]
 
     def make_runtime(runtime_stages: List[Any], M: int) -> Any:
         return getattr(schedules, name)(
@@ -225,10 +217,10 @@ class CapturingSGD(torch.optim.SGD):
         self.gradients: Dict[Any, torch.Tensor] = {}
 
     def step(self, closure: Any = None) -> Any:
-        parameters = [
-            p for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
-        self.gradients.update({p: p.grad.clone() for p in parameters})
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.gradients[p] = p.grad.clone()
         return super().step(closure)
 
 
@@ -245,11 +237,8 @@ class OurSide:
         self.optimizer = CapturingSGD(
             [group for s in trained_stages for group in select_stage(groups, s)]
         )
-        rules = UpdateRules(
-            choose_rules({}, method, table.rule_lag(), len(self.data)),
-            self.optimizer,
-            lambda k: 0.1,
-        )
+        staleness, accumulate = table.rule_lag(), len(self.data)
+        rules = make_rules(self.optimizer, method, staleness, accumulate=accumulate)
         self.work = Work(F.cross_entropy, table, rules)
 
     def get_gradients(self) -> Gradients:
@@ -312,7 +301,7 @@ def judge_results(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Tup
         (folder / f"{name}.csv").write_text(
             "".join(format_csv(make_method_schedule(name, ranks, folder)[0]))
         )
-    forked.fork_ranks(ranks, run_judge_rank, ranks, str(folder), of=forked.get_fork_server())
+    forked.fork_ranks(ranks, run_judge_rank, ranks, folder, of=forked.get_fork_server())
     return ranks, folder
 
 
@@ -328,11 +317,33 @@ def test_pytorchs_runtime_runs_our_rows(judge_results: Tuple[int, Path]) -> None
     ranks, folder = judge_results
     expected = sum_gradients_in_order(2 * ranks)
     for name in OURS:
-        assert are_equal(load_gradients(folder, name, ranks), expected), name
-        assert are_equal(load_gradients(folder, f"ours-{name}", ranks), expected), name
-        assert are_equal(train_on_emulator(*make_method_schedule(name, ranks, folder)), expected), (
-            name
-        )
+        schedule, method = make_method_schedule(name, ranks, folder)
+        assert_all_sides_equal(name, ranks, folder, expected, schedule, method)
+
+
+def assert_all_sides_equal(
+    name: str, ranks: int, folder: Path, expected: Gradients, schedule: Schedule, method: Any
+) -> None:
+    """Assert that PyTorch's runtime, our processes and the emulator have these gradients."""
+    for prefix in ("", "ours-"):
+        assert are_equal(load_gradients(folder, f"{prefix}{name}", ranks), expected), name
+    assert are_equal(train_on_emulator(schedule, method), expected), name
+
+
+def test_files_that_pytorch_reads_and_writes_have_our_rows(
+    judge_results: Tuple[int, Path],
+) -> None:
+    """PyTorch's runtime has read ours, and has added communication."""
+    ranks, folder = judge_results
+    for name in OURS:
+        schedule, _ = make_method_schedule(name, ranks, folder)
+        ours = read_csv(str(folder / f"{name}.csv"))
+        assert ours.placement == schedule.device_of_stage
+        assert format_text(
+            from_rows(ours.rows, schedule.accumulate, placement=ours.placement)
+        ) == format_text(schedule)
+        with pytest.warns(UserWarning):
+            assert read_csv(str(folder / f"{name}.lowered")).rows == ours.rows, name
 
 
 def test_our_rows_run_pytorchs_orders(judge_results: Tuple[int, Path]) -> None:
@@ -343,6 +354,4 @@ def test_our_rows_run_pytorchs_orders(judge_results: Tuple[int, Path]) -> None:
         expected = sum_gradients_as(schedule)
         # another order changes the bits
         assert are_equal(expected, sum_gradients_in_order(2 * ranks)) == schedule.in_order
-        assert are_equal(load_gradients(folder, name, ranks), expected), name
-        assert are_equal(load_gradients(folder, f"ours-{name}", ranks), expected), name
-        assert are_equal(train_on_emulator(schedule, method), expected), name
+        assert_all_sides_equal(name, ranks, folder, expected, schedule, method)
