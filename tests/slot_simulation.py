@@ -32,39 +32,28 @@ def simulate(
     pipeline: Timeline, stages: int, microbatches: int, accumulate: int, turn: int = 0
 ) -> Simulated:
     """Play `pipeline` from the first microbatch to the last."""
-    timeline = PIPELINES[pipeline]
     batch = EMPTIES[pipeline](accumulate) if pipeline in EMPTIES else microbatches
     slots: Slots = {}
     length = 0
     for first in range(0, microbatches, batch):
-        result = play_policy(
-            POLICIES[pipeline],
-            stages,
-            min(batch, microbatches - first),
-            accumulate,
-            turn,
-            timeline.local,
-        )
-        for kind, rows in result.slots.items():
-            for s, row in enumerate(rows):
-                slots.update(
-                    {(s, kind.value, first + m): slot + length for m, slot in enumerate(row)}
-                )
-        length += result.length
-    return Simulated(
-        slots,
-        length,
-        [_find_update_slots(slots, s, microbatches, accumulate) for s in range(stages)],
-    )
+        count = min(batch, microbatches - first)
+        sight = Sight(stages, count, accumulate, turn, PIPELINES[pipeline].local)
+        played = play_policy(POLICIES[pipeline], sight)
+        for (s, kind, m), slot in played.slots.items():
+            slots[s, kind, first + m] = slot + length
+        length += played.length
+    updates = [_find_update_slots(slots, s, microbatches, accumulate) for s in range(stages)]
+    return Simulated(slots, length, updates)
 
 
 def _find_update_slots(
     slots: Slots, stage: int, microbatches: int, accumulate: int
 ) -> List[Tuple[int, int]]:
-    batches = [
-        range(k * accumulate, (k + 1) * accumulate) for k in range(microbatches // accumulate)
+    ends = [
+        max(slots[stage, "B", k * accumulate + i] for i in range(accumulate))
+        for k in range(microbatches // accumulate)
     ]
-    return [(max(slots[stage, "B", m] for m in batch), k) for k, batch in enumerate(batches)]
+    return [(slot, k) for k, slot in enumerate(ends)]
 
 
 # --- plain policies: the next passes of a stage after those of earlier slots
@@ -81,12 +70,8 @@ class Sight:
     def __init__(
         self, stages: int, microbatches: int, accumulate: int, turn: int, local: bool
     ) -> None:
-        self.stages, self.microbatches, self.accumulate, self.turn = (
-            stages,
-            microbatches,
-            accumulate,
-            turn,
-        )
+        self.stages, self.microbatches, self.accumulate = stages, microbatches, accumulate
+        self.turn = turn if stages > 1 else 0
         self.stage = 0
         self.done: Dict[Kind, List[int]] = {kind: [0] * stages for kind in PASSES}
         self.last: List[Optional[Kind]] = [None] * stages
@@ -100,15 +85,12 @@ class Sight:
     def can(self, kind: Kind, besides: Optional[Kind] = None) -> bool:
         """Return whether the next pass of `kind` can run. `besides`: the stage does that pass earlier in the same slot."""
         microbatch = self.done[kind][self.stage]
-        if microbatch == self.microbatches:
-            return False
         for need, offset in self._needs[kind]:
             stage = self.stage + offset
-            if 0 <= stage < self.stages:
-                done = self.done[need][stage] + (offset == 0 and need is besides)
-                if done <= microbatch:
-                    return False
-        return True
+            is_done_before = offset == 0 and need is besides
+            if 0 <= stage < self.stages and self.done[need][stage] + is_done_before <= microbatch:
+                return False
+        return microbatch < self.microbatches
 
 
 # The passes that the stage does in this slot, in order.
@@ -116,35 +98,27 @@ Policy = Callable[[Sight], Tuple[Kind, ...]]
 
 
 class PolicySlots(NamedTuple):
-    """The slot of every pass, by kind, stage and microbatch, and the number of slots."""
+    """The slot of every pass, and the number of slots."""
 
-    slots: Dict[Kind, List[List[int]]]
+    slots: Slots
     length: int
 
 
-def play_policy(
-    policy: Policy,
-    stages: int,
-    microbatches: int,
-    accumulate: int,
-    turn: int = 0,
-    local: bool = False,
-) -> PolicySlots:
-    """Play a policy from an empty pipeline to an empty one. Arguments as in `Sight`."""
-    sight = Sight(stages, microbatches, accumulate, turn if stages > 1 else 0, local)
-    slots: Dict[Kind, List[List[int]]] = {kind: [[] for _ in range(stages)] for kind in PASSES}
+def play_policy(policy: Policy, sight: Sight) -> PolicySlots:
+    """Play a policy from an empty pipeline to an empty one."""
+    slots: Slots = {}
 
     def choose_actions(stage: int) -> List[Action]:
         sight.stage = stage
         return [Action(kind, sight.done[kind][stage], stage) for kind in policy(sight)]
 
     def complete(action: Action, slot: int) -> None:
-        slots[action.kind][action.stage].append(slot)
+        slots[action.stage, action.kind.value, action.index] = slot
         sight.done[action.kind][action.stage] += 1
         sight.last[action.stage] = action.kind
 
-    length = play_slots(stages, choose_actions, complete)
-    assert min(sight.done[Kind.BACKWARD]) == microbatches, f"no stage goes on after slot {length}"
+    length = play_slots(sight.stages, choose_actions, complete)
+    assert min(sight.done[BACKWARD]) == sight.microbatches, f"no stage goes on after slot {length}"
     return PolicySlots(slots, length)
 
 
@@ -173,10 +147,10 @@ def choose_capped_1f1b(sight: Sight) -> Tuple[Kind, ...]:
     return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
-def choose_pipedream_1f1b(sight: Sight) -> Tuple[Kind, ...]:
+def choose_pipedream_1f1b(sight: Sight, fits: bool = True) -> Tuple[Kind, ...]:
     """Choose passes with at most P microbatches in flight, counted at stage 0 only, so that
     stage 1 runs ahead (F2)."""
-    fits = sight.stage > 0 or sight.in_flight < sight.stages
+    fits = fits and (sight.stage > 0 or sight.in_flight < sight.stages)
     return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
 
 
@@ -184,10 +158,7 @@ def choose_local_sgd(sight: Sight) -> Tuple[Kind, ...]:
     """Choose as `choose_pipedream_1f1b` over the steps of a round, R replicas (N here) in turn:
     a replica's next step waits for its previous one."""
     previous = sight.done[FORWARD][sight.stage] - sight.accumulate  # this replica's previous step
-    fits = (sight.stage > 0 or sight.in_flight < sight.stages) and sight.done[BACKWARD][
-        sight.stage
-    ] > previous
-    return _choose_one(sight, sight.can(FORWARD) and fits, sight.can(BACKWARD))
+    return choose_pipedream_1f1b(sight, sight.done[BACKWARD][sight.stage] > previous)
 
 
 def choose_dataflow(sight: Sight) -> Tuple[Kind, ...]:

@@ -96,11 +96,16 @@ def test_two_stages_of_a_device_may_share_a_step_that_holds_both() -> None:
     ([["F0@0"], []], (0, 0), "rows: placement: device 1: has no stage"),
     ([["F0@0", "F0@1", "B0@1"]], (0, 0), "rows: B0 on stage 0: appears 0 times"),
     ([["F0@0", "B0@0", "F0@1", "B0@1"]], (0, 0), "B0 on stage 0 waits for B0 on stage 1, which waits for B0 on stage 0"),
+    ([["F0", "B0", "F1", "B1"], ["F0", "F1", "B0", "B1"]], (), "B0 on stage 0 waits for B0 on stage 1, which waits for F1"),
+    ([["B0", "F0"]], (), "B0 on stage 0 waits for F0 on stage 0, which waits for B0 on stage 0 (before it in its row)"),
+    ([["F0", "F0", "B0"]], (), "rows: F0 on stage 0: appears 2 times"),
+    ([["F0", "F1", "B1", "B0"]], (), "U0 on stage 0 would come after U1"),
+    ([], (), "needs a stage and a microbatch"),
     ([["F0@", "B0"]], (), "rows: stage 0: F0@: must be F, B, I or W and a microbatch"),
     ([["F0", "I0", "W0", "B0"]], (), "rows: B0 on stage 0: appears 1 times"),
     ([["F0", "I0"]], (), "rows: W0 on stage 0: appears 0 times"),
-    ([["F0", "W0", "I0"]], (), "W0 on stage 0 waits for I0 on stage 0, which waits for W0 on stage 0 (before it in"),
     ([[Action(Kind.RECOMPUTE, 0, 0)]], (), "R0 on stage 0: must be a forward or a backward"),
+    ([[Action(Kind.UPDATE, 0, 0)]], (), "rows: stage 0: U0 on stage 0: updates follow from accumulate"),
 ])  # fmt: skip
 def test_rows_that_are_not_a_schedule_are_refused(
     rows: Any, placement: Tuple[int, ...], message: str

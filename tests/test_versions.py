@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from slot_simulation import PLAYED, Simulated, simulate
 
 from ipu_pipe.errors import BadInput
@@ -88,29 +86,6 @@ def test_versions_and_copies_equal_the_simulated_ones(name: str) -> None:
         assert count_weight_copies(versions).tolist() == copies, (P, M, N)
 
 
-sizes = st.tuples(
-    st.sampled_from(sorted(VARIANTS)), st.integers(1, 12), st.integers(1, 60), st.integers(1, 14)
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(sizes, st.sets(st.integers(0, 20)))
-def test_laws_of_every_method(size: Tuple[str, int, int, int], drains: Set[int]) -> None:
-    name, P, M, N = size
-    method = VARIANTS[name]
-    N = max(N, P) if method.forward_reads is Reads.DOUBLE_BUFFERED else N
-    schedule = make_schedule(method, P, M, N, [k * N for k in drains if k * N <= M])
-    forward, backward = VersionTable(schedule, method).window(0, M)
-    batch = np.arange(M) // N
-    assert (forward >= 0).all() and (backward >= forward).all() and (backward <= batch).all()
-    assert (np.diff(forward, axis=1) >= 0).all() and (np.diff(backward, axis=1) >= 0).all()
-    if method.flushes:
-        assert (forward == batch).all() and (backward == batch).all()
-    for drain in (k * N for k in drains if k * N < M):  # an empty pipeline has made every update
-        if method.forward_reads is Reads.NEWEST:
-            assert (forward[:, drain] == drain // N).all()
-
-
 @pytest.mark.parametrize(
     "args", [{"hogwild": {"max": 6, "mean": 2.0}}, {"constant_delay": {"updates": 5}}], ids=str
 )
@@ -123,8 +98,7 @@ def test_no_delay_of_a_method_reaches_over_a_drain(args: Dict[str, Any]) -> None
         assert (versions >= begins).all() and (versions[:, [0, 7, 12]] == [0, 7, 12]).all()
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(2, 30), st.integers(1, 40))
+@pytest.mark.parametrize("P, N", [(2, 1), (5, 3), (7, 4), (30, 40)])
 def test_greatest_steady_staleness(P: int, N: int) -> None:
     """A short run has the staleness of a long one. PipeMare: Table 1."""
     s = np.arange(P)
