@@ -82,14 +82,13 @@ class LiteralRules:
             horizon = self.delay + self.backward_horizon
             return self._predict(weights, state.velocity, k, horizon)
         rule = self.args.get("weight_prediction")
-        if rule and self.delay:
-            horizon = rule["scale"] * self.delay
-            if rule["form"] == "difference":
-                return {n: w.add(state.difference[n], alpha=horizon) for n, w in weights.items()}
-            of_optimizer = rule["form"] == "optimizer"
-            steps = state.direction if of_optimizer else state.velocity
-            return self._predict(weights, steps, k, horizon)
-        return weights
+        if not rule or not self.delay:
+            return weights
+        horizon = rule["scale"] * self.delay
+        if rule["form"] == "difference":
+            return {n: w.add(state.difference[n], alpha=horizon) for n, w in weights.items()}
+        steps = state.direction if rule["form"] == "optimizer" else state.velocity
+        return self._predict(weights, steps, k, horizon)
 
     def _predict(self, weights: Weights, steps: Weights, k: int, horizon: float) -> Weights:
         alpha = -self.compute_rate(k) * horizon
@@ -132,7 +131,7 @@ class LiteralStage:
         self,
         module: nn.Module,
         make_optimizer: Callable[[List[nn.Parameter]], Any],
-        rules: Optional[LiteralRules] = None,
+        rules: LiteralRules,
         ties: Mapping[str, Tuple["LiteralStage", str]] = {},
         reads: Optional[Mapping[str, torch.dtype]] = None,
         around: Callable[[], ContextManager[Any]] = contextlib.nullcontext,
@@ -140,9 +139,8 @@ class LiteralStage:
         self.module, self.rules, self.ties, self.around = module, rules, ties, around
         self.parameters = {name: p for name, p in module.named_parameters() if name not in ties}
         self.reads = reads or {name: p.dtype for name, p in module.named_parameters()}
-        self.received_gradients: Dict[
-            Tuple[int, str], torch.Tensor
-        ] = {}  # gradients of a microbatch from a later stage
+        # gradients of a microbatch from a later stage
+        self.received_gradients: Dict[Tuple[int, str], torch.Tensor] = {}
         self.sent_version = 0  # the newest version that later stages have
         self.optimizer = make_optimizer(list(self.parameters.values())) if self.parameters else None
         self.history = [self._copy_weights()]  # weights after 0, 1, 2, ... updates of this stage
@@ -165,12 +163,11 @@ class LiteralStage:
         """Run the forward of microbatch m. `version` None: read its newest weights, and the newest that others have sent."""
         read_version = self.version if version is None else version
         weights = self.history[read_version]
-        if self.rules:
-            trained = self._select_trained(weights)
-            predicted = self.rules.forward(trained, self.states[read_version], read_version)
-            weights = {**weights, **predicted}
+        trained = self._select_trained(weights)
+        predicted = self.rules.forward(trained, self.states[read_version], read_version)
         self.forward_version[m] = read_version
-        return self._run_forward(m, inputs, {**weights, **self._get_tied_weights(version)})
+        tied = self._get_tied_weights(version)
+        return self._run_forward(m, inputs, {**weights, **predicted, **tied})
 
     def _select_trained(self, weights: Weights) -> Weights:
         """Return the weights that are trained: a frozen one is read as it is."""
@@ -204,13 +201,13 @@ class LiteralStage:
 
     def _read_now(self, m: int) -> Weights:
         weights = self.history[-1]
-        if self.rules:
-            trained = self._select_trained(weights)
-            corrected = self.rules.backward(
-                trained, self.states[-1], self.version, self.version - self.forward_version[m]
-            )
-            weights = {**weights, **corrected}
-        return weights
+        corrected = self.rules.backward(
+            self._select_trained(weights),
+            self.states[-1],
+            self.version,
+            self.version - self.forward_version[m],
+        )
+        return {**weights, **corrected}
 
     def _run_forward(
         self, m: int, inputs: Sequence[torch.Tensor], weights: Weights
@@ -269,7 +266,7 @@ class LiteralStage:
         """Return a gradient h divided by Gap-Aware's 1 + abs(w_now - w_read) / sqrt(s), or compensated by DC-ASGD:
         h + lambda N h h (w_now - w_read); the microbatch's is g = N h."""
         rules = self.rules
-        if rules is None or not rules.delay or self.version < rules.switch:
+        if not rules.delay or self.version < rules.switch:
             return gradient
         if "gap_aware" in rules.args:
             gap = (self.history[-1][name] - read).abs() / (
@@ -290,72 +287,67 @@ class LiteralStage:
         return gradient.add(term, alpha=rule["scale"] * rules.accumulate)
 
     def update(self) -> None:
-        k, rules = self.version, self.rules
-        if self.optimizer:
-            args: Mapping[str, Any] = rules.args if rules and k >= rules.switch else {}
-            delay = rules.delay if rules else 0
-            group = self.optimizer.param_groups[0]
-            for one in self.optimizer.param_groups if rules else ():
-                one["lr"] = rules.compute_rate(k)  # type: ignore[union-attr]
-            for p in self.parameters.values():
-                if "gradient_shrinking" in args and p.grad is not None:
-                    p.grad *= args["gradient_shrinking"]["factor"] ** delay
-            # a frozen weight has none
-            trained = {n: p for n, p in self.parameters.items() if p.grad is not None}
-            gradients = {name: p.grad.clone() for name, p in trained.items()}  # type: ignore[union-attr]
-            hooks = self.optimizer._optimizer_step_post_hooks
-            self.optimizer._optimizer_step_post_hooks = {}
-            self.optimizer.step()
-            state = State(self.history[-1])
-            for name, p in trained.items():
-                old = self.history[-1][name]
-                if "momentum_buffer" in self.optimizer.state[p]:
-                    state.velocity[name] = self.optimizer.state[p]["momentum_buffer"].clone()
-                    state.direction[name] = state.velocity[name]
-                if (
-                    "exp_avg" in self.optimizer.state[p] and "weight_prediction" in args
-                ):  # m_hat / (sqrt(v_hat) + eps)
-                    moments, (b1, b2) = self.optimizer.state[p], group["betas"]
-                    m_hat = moments["exp_avg"] / (1 - b1 ** float(moments["step"]))
-                    v_hat = moments["exp_avg_sq"] / (1 - b2 ** float(moments["step"]))
-                    state.direction[name] = m_hat / (v_hat.sqrt() + group["eps"])
-                rule = args.get("spike_compensation")
-                if (
-                    rule and delay
-                ):  # the step from the old weights by the paper's equation; the velocity is the optimizer's
-                    m, g = group["momentum"], gradients[name] + group["weight_decay"] * old
-                    share = m ** (rule.get("scale", 0) * delay)
-                    a, b = rule.get("a", share), rule.get("b", (1 - share) / (1 - m))
-                    p.data.copy_(old - group["lr"] * (a * state.velocity[name] + b * g))
-                if (
-                    "error_feedback" in args and delay
-                ):  # the error of the previous step, whose right value is known now
-                    share, step = args["error_feedback"]["scale"] * delay, p.data - old
-                    before = self.states[-1].delayed.get(name, step)
-                    state.delayed[name] = step
-                    p.data.copy_(p.data.add(step, alpha=share).add(before, alpha=-share))
-            # a caller's hook gets the weights of the whole update
-            for hook in hooks.values():
-                hook(self.optimizer, (), {})
-            self.optimizer._optimizer_step_post_hooks = hooks
-            self.optimizer.zero_grad()
-            for name, p in trained.items():
-                old = self.history[-1][name]
-                state.difference[name] = p.data - old
-                if "gap_aware" in args and delay:
-                    decay = args["gap_aware"]["decay"]
-                    before = self.states[-1].squared_step[name]
-                    step = p.data - old
-                    state.squared_step[name] = (decay * before).addcmul(step, step, value=1 - decay)
-                if "t2" in args and delay:
-                    decay = args["t2"]["decay"]
-                    gamma = 1 - 2 / (delay + 1) if decay == "optimal" else decay ** (1 / delay)
-                    before = self.states[-1].delta[name]
-                    state.delta[name] = (gamma * before).add(p.data - old, alpha=1 - gamma)
-            self.states.append(state)
-        else:
-            self.states.append(self.states[-1])
+        state = self._step() if self.optimizer else self.states[-1]
+        self.states.append(state)
         self.history.append(self._copy_weights())
+
+    def _step(self) -> State:
+        """Make a step of the optimizer with the rules, and return the state of the new version."""
+        k, rules = self.version, self.rules
+        args, delay = rules.args if k >= rules.switch else {}, rules.delay
+        group, before = self.optimizer.param_groups[0], self.states[-1]
+        for one in self.optimizer.param_groups:
+            one["lr"] = rules.compute_rate(k)
+        # a frozen weight has no gradient
+        trained = {n: p for n, p in self.parameters.items() if p.grad is not None}
+        for p in trained.values():
+            if "gradient_shrinking" in args:
+                p.grad *= args["gradient_shrinking"]["factor"] ** delay  # type: ignore[operator]
+        gradients = {name: p.grad.clone() for name, p in trained.items()}  # type: ignore[union-attr]
+        hooks = self.optimizer._optimizer_step_post_hooks
+        self.optimizer._optimizer_step_post_hooks = {}
+        self.optimizer.step()
+        state = State(self.history[-1])
+        for name, p in trained.items():
+            old, moments = self.history[-1][name], self.optimizer.state[p]
+            if "momentum_buffer" in moments:
+                state.velocity[name] = moments["momentum_buffer"].clone()
+                state.direction[name] = state.velocity[name]
+            if "exp_avg" in moments and "weight_prediction" in args:  # m_hat / (sqrt(v_hat) + eps)
+                b1, b2 = group["betas"]
+                m_hat = moments["exp_avg"] / (1 - b1 ** float(moments["step"]))
+                v_hat = moments["exp_avg_sq"] / (1 - b2 ** float(moments["step"]))
+                state.direction[name] = m_hat / (v_hat.sqrt() + group["eps"])
+            rule = args.get("spike_compensation") if delay else None
+            if rule:  # the step from the old weights by the paper's equation; the velocity is the optimizer's
+                m, g = group["momentum"], gradients[name] + group["weight_decay"] * old
+                share = m ** (rule.get("scale", 0) * delay)
+                a, b = rule.get("a", share), rule.get("b", (1 - share) / (1 - m))
+                p.data.copy_(old - group["lr"] * (a * state.velocity[name] + b * g))
+            if (
+                "error_feedback" in args and delay
+            ):  # the error of the previous step, whose right value is known now
+                share, step = args["error_feedback"]["scale"] * delay, p.data - old
+                previous = before.delayed.get(name, step)
+                state.delayed[name] = step
+                p.data.copy_(p.data.add(step, alpha=share).add(previous, alpha=-share))
+        # a caller's hook gets the weights of the whole update
+        for hook in hooks.values():
+            hook(self.optimizer, (), {})
+        self.optimizer._optimizer_step_post_hooks = hooks
+        self.optimizer.zero_grad()
+        for name, p in trained.items():
+            step = p.data - self.history[-1][name]
+            state.difference[name] = step
+            if "gap_aware" in args and delay:
+                decay = args["gap_aware"]["decay"]
+                mean = decay * before.squared_step[name]
+                state.squared_step[name] = mean.addcmul(step, step, value=1 - decay)
+            if "t2" in args and delay:
+                decay = args["t2"]["decay"]
+                gamma = 1 - 2 / (delay + 1) if decay == "optimal" else decay ** (1 / delay)
+                state.delta[name] = (gamma * before.delta[name]).add(step, alpha=1 - gamma)
+        return state
 
 
 def average_nets(nets: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -418,13 +410,11 @@ class ActedStage(LiteralStage):
         }
 
     def _note_rate(self) -> None:
-        assert self.rules
         self.rules.rates.append(self.updated.optimizer.param_groups[0]["lr"])
 
     def forward(
         self, m: int, inputs: Sequence[torch.Tensor], version: Optional[int] = None
     ) -> Tuple[torch.Tensor, ...]:
-        assert self.rules
         batch, i = divmod(m, self.rules.accumulate)
         if i == 0:
             self._begin_batch(batch)
@@ -433,7 +423,6 @@ class ActedStage(LiteralStage):
     def recompute(
         self, m: int, inputs: Optional[Sequence[torch.Tensor]]
     ) -> Tuple[torch.Tensor, ...]:
-        assert self.rules
         self.module = self.modules[m // self.rules.accumulate]
         return super().recompute(m, inputs)
 
@@ -465,7 +454,6 @@ class ActedStage(LiteralStage):
 
     def _get_frozen(self, m: int) -> Weights:
         """Return the weights that a microbatch reads and that nobody trains: they have no versions, as buffers."""
-        assert self.rules
         return self.frozen[m // self.rules.accumulate]
 
     def _is_trained(self, p: nn.Parameter) -> bool:
@@ -485,7 +473,6 @@ class ActedStage(LiteralStage):
     def _run_forward(
         self, m: int, inputs: Sequence[torch.Tensor], weights: Weights
     ) -> Tuple[torch.Tensor, ...]:
-        assert self.rules
         batch = m // self.rules.accumulate
         self.module = self.modules[batch]
         outputs = super()._run_forward(m, inputs, {**weights, **self._get_frozen(m)})
@@ -495,7 +482,6 @@ class ActedStage(LiteralStage):
         return outputs
 
     def update(self) -> None:
-        assert self.rules and self.optimizer
         k = self.version
         group = self.optimizer.param_groups[0]
         super().update()
@@ -548,6 +534,11 @@ def replay(
     `shares[m]`: the factor of a microbatch's loss, instead of 1 / N; 0: its loss is not computed.
     """
     last, accumulate = len(stages) - 1, schedule.accumulate
+    reads_newest = method.backward_reads is Reads.NEWEST
+
+    def find_first_version(m: int) -> int:
+        """Return the version that a drained pipeline had before microbatch m."""
+        return max([0, *[drain for drain in drains if drain <= m]]) // accumulate
 
     def scale_loss(output: torch.Tensor, m: int) -> torch.Tensor:
         if shares is None:
@@ -571,16 +562,14 @@ def replay(
         delays is not None
     ):  # no pipeline's timing: one microbatch after another, with the stated delays
         for m in range(count):
-            begin = max([0, *[drain for drain in drains if drain <= m]]) // accumulate
+            begin = find_first_version(m)
             inputs: Sequence[torch.Tensor] = (batches[m][0],)
             for s, stage in enumerate(stages):
                 inputs = stage.forward(m, inputs, max(stage.version - int(delays[s][m]), begin))
             grads: Sequence[Any] = [None]
             for s in reversed(range(len(stages))):
                 outputs = (scale_loss(inputs[0], m),) if s == last else stages[s].in_flight[m][2]
-                grads = stages[s].backward(
-                    m, outputs, grads, newest=method.backward_reads is Reads.NEWEST
-                )
+                grads = stages[s].backward(m, outputs, grads, reads_newest)
                 if (m + 1) % accumulate == 0:
                     stages[s].update()
         return
@@ -593,8 +582,7 @@ def replay(
             if m is not None:
                 version = None
                 if method.forward_reads is Reads.DOUBLE_BUFFERED and last:
-                    begin = max([0, *[drain for drain in drains if drain <= m]]) // accumulate
-                    version = max(m // accumulate - 1, begin)
+                    version = max(m // accumulate - 1, find_first_version(m))
                 outputs = stage.forward(m, activations.pop((s, m)), version)
                 sent.append((activations, (s + 1, m), outputs))
             if (slot, s) in again:
@@ -604,13 +592,12 @@ def replay(
             m = backwards.get((slot, s))
             if m is not None:
                 outputs = stage.in_flight[m][2]
-                grads = [None]
                 if s == last:
-                    outputs = (scale_loss(outputs[0], m),)
+                    outputs, grads = (scale_loss(outputs[0], m),), [None]
                 else:
                     grads = gradients.pop((s, m))
-                newest = method.backward_reads is Reads.NEWEST
-                back = stage.backward(m, outputs, grads, newest, split=len(schedule.passes) > 2)
+                split = len(schedule.passes) > 2
+                back = stage.backward(m, outputs, grads, reads_newest, split)
                 sent += [(gradients, (s - 1, m), back), *stage.outgoing_gradients]
             m = completions.get((slot, s))
             if m is not None:
@@ -634,15 +621,13 @@ def _plan_recomputations(
     segments = method.segments or max(round(P**0.5), 1)
     lengths = [P // segments + (i < P % segments) for i in range(segments)]
     backward = schedule.slots(Kind.BACKWARD, 0, schedule.microbatches).tolist()
+    turn = method.turn if P > 1 else 0
     runs, head = {}, 0
     for length in lengths:
         end = head + length - 1
         for s in range(head, end + 1):
-            for m in range(schedule.microbatches):
-                runs[backward[end][m] - (method.turn if P > 1 else 0) - (end - s), s] = (
-                    m,
-                    s == head,
-                )
+            for m, slot in enumerate(backward[end]):
+                runs[slot - turn - (end - s), s] = (m, s == head)
         head = end + 1
     return runs
 

@@ -7,11 +7,9 @@ import functools
 import itertools
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.errors import BadInput
@@ -19,14 +17,10 @@ from ipu_pipe.hardware.precision import MIXED, resolve_precision
 from ipu_pipe.job.record import DTYPES
 from ipu_pipe.model.precision import ModelPrecision
 from ipu_pipe.model.stages import begin_stage, partition
-from ipu_pipe.replay.replays import Views
-from ipu_pipe.replay.weights import OverwritingStore, SwappingStore
-from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.methods import METHODS, Method, Reads, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules, choose_rules
-from ipu_pipe.update.optimizer import make_groups, replace_parameters
+from ipu_pipe.update.optimizer import replace_parameters
 from tests.literal_replay import LiteralRules, LiteralStage, replay
 from tests.slot_simulation import PLAYED
 from tests.staged_models import (
@@ -37,6 +31,7 @@ from tests.staged_models import (
     join_stages,
     make_repeating_model,
 )
+from tests.support.emulating import make_emulator
 from tests.support.models import Composed
 from tests.support.pairs import cover_pairs
 from tests.support.runs import assert_same
@@ -67,19 +62,14 @@ def train_on_emulator(
     model; `watch` is called after each update."""
     part = partition(model, data[0][0], one_stage=method.one_stage_reason)
     schedule = make_schedule(method, len(part), len(data), accumulate, drains, switch * accumulate)
-    table = VersionTable(schedule, method)
-    groups, loss = make_groups(model, part), cross_entropy
+    loss: Any = cross_entropy
+    settings: Dict[str, Any] = {"switch": switch}
+    make = make_optimizer
     if numbers is not None:
-        groups, loss = (
-            replace_parameters(groups, numbers.get_trained),
-            numbers.convert_loss(cross_entropy),
-        )
-    optimizer = make_optimizer(groups)
-    rate = optimizer.param_groups[0]["lr"]
-    chosen = choose_rules(args, method, table.rule_lag(), accumulate)
-    masters = None if numbers is None else numbers.masters
-    rules = UpdateRules(chosen, optimizer, lambda k: rate, switch, masters=masters)
-    emulator = Emulator(Work(loss, table, rules), model, part, data[0])
+        make = lambda groups: make_optimizer(replace_parameters(groups, numbers.get_trained))  # noqa: E731
+        loss, settings["masters"] = numbers.convert_loss(loss), numbers.masters
+    table = VersionTable(schedule, method)
+    emulator = make_emulator(model, part, table, data[0], make, loss, args, **settings)
     for start in range(0, len(data), accumulate):
         batch = slice(start, start + accumulate)
         watch(emulator, emulator.step(data[batch], None if weights is None else weights[batch]))
@@ -114,13 +104,15 @@ def train_literally(
         earlier = {
             name: (literal_stages[where], there) for name, (where, there) in ties.get(s, {}).items()
         }
-        how: Dict[str, Any] = {"around": autocast} if is_mixed and not is_low else {}
+        how: Dict[str, Any] = {}
         if is_low:
             how["reads"] = {
                 f"{place}.{name}".strip("."): torch.float32 if is_norm(module) else LOW
                 for place, module in stage.named_modules()
                 for name, _ in module.named_parameters(recurse=False)
             }
+        elif is_mixed:
+            how["around"] = autocast
         literal_stages.append(LiteralStage(stage, make_optimizer, rule, earlier, **how))
 
     def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -129,15 +121,12 @@ def train_literally(
         with autocast(enabled=not is_low):
             return cross_entropy(output.float() if is_low else output, y)
 
-    delays = None
-    if method.delay is not None:
-        delays = np.full((P, len(data)), method.delay.greatest)
-        if method.delay.table is not None:
-            delays = np.array(
-                [[row[m % accumulate] for m in range(len(data))] for row in method.delay.table]
-            )
-        if method.delay.drawn:  # the draws are tested elsewhere
-            delays = VersionTable(schedule, method).sampler(0, len(data))
+    delays: Any = None
+    if method.delay is not None and method.delay.drawn:  # the draws are tested elsewhere
+        delays = VersionTable(schedule, method).sampler(0, len(data))
+    elif method.delay is not None:
+        rows = method.delay.table or [[method.delay.greatest] * accumulate] * P
+        delays = [[row[m % accumulate] for m in range(len(data))] for row in rows]
     replay(literal_stages, schedule, method, data, loss, drains, delays, shares)
     return literal_stages
 
@@ -205,9 +194,8 @@ def compare_with_literal_replay(
         # the labels of the first microbatch cannot be read, so its loss must not be
         data[0] = data[0][0], torch.full_like(data[0][1], 99)
         weights = [float(m * 7 % 5) for m in range(len(data))]
-        totals = [
-            sum(weights[start : start + accumulate]) for start in range(0, len(data), accumulate)
-        ]
+        starts = range(0, len(data), accumulate)
+        totals = [sum(weights[start : start + accumulate]) for start in starts]
         shares = [weight / (totals[m // accumulate] or 1.0) for m, weight in enumerate(weights)]
     drains = [accumulate * 4, accumulate * 5] if feature == "drains" else []
     both = method, accumulate, data, make_optimizer, drains, args, switch
@@ -228,9 +216,8 @@ def compare_with_literal_replay(
         assert_near(ours, theirs, key)
         if numbers:
             assert torch.equal(weight, ours.to(weight.dtype)), key
-            keeps = not reads_newer_weights(method) or is_norm(
-                unsplit.get_submodule(key.rpartition(".")[0])
-            )
+            module = unsplit.get_submodule(key.rpartition(".")[0])
+            keeps = not reads_newer_weights(method) or is_norm(module)
             assert weight.dtype == (torch.float32 if keeps else LOW), key
         state = emulator.work.rules.optimizer.state[ours]
         for entry, value in stage.optimizer.state[theirs].items():
@@ -381,49 +368,6 @@ def test_memory_has_only_versions_that_are_still_to_be_read(
         for s, count in enumerate(of_stages):
             assert count <= len({int(v) for v in forward[s, 5 * k + 5 :] if v <= k})
             assert most is None or count <= most
-
-
-LAYERS: Dict[str, Tuple[nn.Module, torch.Tensor]] = {
-    "Linear": (nn.Linear(5, 4), torch.randn(3, 5)),
-    "Conv2d": (nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 6, 6)),
-    "GroupNorm": (nn.GroupNorm(2, 4), torch.randn(2, 4, 3, 3)),
-    "BatchNorm2d": (nn.BatchNorm2d(4), torch.randn(3, 4, 3, 3)),
-    "LayerNorm": (nn.LayerNorm(6), torch.randn(3, 6)),
-    "Embedding": (nn.Embedding(7, 3), torch.randint(0, 7, (2, 4))),
-}
-
-
-@pytest.mark.parametrize("kind, backward_version", [(OverwritingStore, 1), (SwappingStore, 0)])
-@pytest.mark.parametrize("name", list(LAYERS))
-def test_each_layers_passes_read_their_versions(
-    name: str, kind: Any, backward_version: int
-) -> None:
-    """The forward reads version 0, the newest is 1. A layer's input gradient is that of the layer with the weights that its
-    backward reads: each is linear in its weights."""
-    layer, x = LAYERS[name]
-    layer = copy.deepcopy(layer).double()
-    named = dict(layer.named_parameters())
-    versions = [{key: torch.randn_like(p) for key, p in named.items()} for _ in range(2)]
-    for key, p in named.items():
-        p.data = versions[0][key].clone()
-    store = kind([list(named.values())], [0])
-    store.stash_before_update([{0}])
-    for key, p in named.items():  # the optimizer's step
-        p.data.copy_(versions[1][key])
-    x = x.double().requires_grad_() if x.is_floating_point() else x
-    store.load(Views(np.array([0]), np.array([0])))
-    output = layer(x)
-    assert torch.equal(output, functional_call(layer, versions[0], (x,)))
-    g = torch.randn_like(output)
-    store.load(Views(np.array([backward_version]), np.array([0])))
-    output.backward(g)
-    if x.is_floating_point():
-        for number, version in enumerate(versions):
-            (expected,) = torch.autograd.grad(functional_call(layer, version, (x,)), x, g)
-            is_read = torch.allclose(x.grad, expected, rtol=1e-9, atol=1e-12)
-            assert is_read == (number == backward_version)
-    store.load_newest()
-    assert all(torch.equal(p.data, versions[1][key]) for key, p in named.items())
 
 
 IN_PLACE: Dict[str, Any] = {
