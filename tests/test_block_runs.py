@@ -13,17 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from ipu_pipe.backends.emulator.replay import Emulator
 from ipu_pipe.model.stages import partition
 from ipu_pipe.replay.replays import RandomizedReplays
-from ipu_pipe.replay.work import Work
 from ipu_pipe.schedule.actions import Kind
 from ipu_pipe.schedule.methods import Method, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
-from ipu_pipe.update.apply import UpdateRules, choose_rules
-from ipu_pipe.update.optimizer import make_groups
 from tests.support import vectors
+from tests.support.emulating import iterate_to_next_update, make_emulator
 from tools.experiments import reproduce, vector_grids
 from tools.experiments.history_delays import fit_exponent
 from tools.experiments.vector_runs import (
@@ -49,22 +46,14 @@ OBJECTIVES: Dict[str, Callable[[], Union[Quadratic, Logistic]]] = {
 
 
 def get_samples(objective: Union[Quadratic, Logistic]) -> Any:
-    rows, targets = (
-        (objective.A, objective.b)
-        if isinstance(objective, Quadratic)
-        else (objective.X, objective.y)
-    )
-    return torch.from_numpy(rows), torch.from_numpy(targets)
+    names = ("A", "b") if isinstance(objective, Quadratic) else ("X", "y")
+    return tuple(torch.from_numpy(getattr(objective, name)) for name in names)
 
 
 def make_vector_module(objective: Union[Quadratic, Logistic]) -> Any:
-    l2 = objective.l2 if isinstance(objective, Logistic) else 0.0
-    loss = (
-        vectors.compute_logistic_loss
-        if isinstance(objective, Logistic)
-        else vectors.compute_half_square
-    )
-    return vectors.Vector(D, P, l2).double(), loss
+    if isinstance(objective, Logistic):
+        return vectors.Vector(D, P, objective.l2).double(), vectors.compute_logistic_loss
+    return vectors.Vector(D, P).double(), vectors.compute_half_square
 
 
 # ---- against the emulator
@@ -78,22 +67,20 @@ def emulate_vector(
     rows, targets = get_samples(objective)
     part = partition(model, rows[:2])
     table = VersionTable(make_schedule(method, P, M, R), method)
-    optimizer = torch.optim.SGD(make_groups(model, part), lr=rate)
-    rules = UpdateRules(choose_rules({}, method, table.rule_lag(), 1), optimizer, lambda k: rate)
-    work = Work(loss, table, rules, replays=source, block_updates=1 if source is None else P)
-    emulator = Emulator(work, model, part, (rows[:2], targets[:2]), 0, R)
+    make_sgd = functools.partial(torch.optim.SGD, lr=rate)
+    emulator = make_emulator(
+        model, part, table, (rows[:2], targets[:2]), make_sgd, loss, source=source,
+        block_updates=1 if source is None else P, replicas=R,
+    )  # fmt: skip
 
-    def batch() -> Any:
-        while True:
-            replay = emulator.replay
-            b = (replay.microbatch * R + replay.replica) % objective.batches
+    def take_batch() -> Any:
+        for microbatch, replica in iterate_to_next_update(emulator):
+            b = (microbatch * R + replica) % objective.batches
             at = slice(b * objective.batch_size, (b + 1) * objective.batch_size)
             yield rows[at], targets[at]
-            if len(replay.updates):
-                return
 
     for _ in range((M if source is None else source.count) // R):
-        emulator.step(batch())
+        emulator.step(take_batch())
     emulator.close()
     x = torch.cat([p.detach() for p in model.parameters()]).numpy()
     return x, float(loss(model(rows), targets).detach())
@@ -114,11 +101,13 @@ def test_curves_end_at_the_emulators_weights(
     elif kind == "local_sgd":
         curve = run_local_sgd(objective, P, R, 4, M, RATES, 0)
     else:
-        source = make_randomized_source(P, M, objective.batches, args, 2)
-        other = make_randomized_source(P, M, objective.batches, {"delay_bound": 1}, 2)
         # sources of one seed draw the same stages and microbatches, whatever their bound
-        assert (source.list_stages(0, P * M) == other.list_stages(0, P * M)).all()
-        assert (source.list_microbatches(0, P * M) == other.list_microbatches(0, P * M)).all()
+        source, other = (
+            make_randomized_source(P, M, objective.batches, bound, 2)
+            for bound in (args, {"delay_bound": 1})
+        )
+        for draw in ("list_stages", "list_microbatches"):
+            assert (getattr(source, draw)(0, P * M) == getattr(other, draw)(0, P * M)).all()
         curve, beside = run_randomized(objective, [source, other], RATES, 0)
         assert (curve.x != beside.x).any()
     for g, rate in enumerate(RATES):
@@ -242,19 +231,18 @@ def test_the_best_step_of_each_row_is_reported_with_the_papers_claim(tmp_path: P
     runs = {
         0: list_step_runs(("A", 0.5, 1.0), ("A", 0.25, 2.0), ("B", 0.5, np.inf), ("B", 0.25, 4.0)),
         1: list_step_runs(("A", 0.5, 3.0), ("A", 0.25, 2.0), ("B", 0.5, np.inf), ("B", 0.25, 5.0)),
-        2: list_step_runs(("A", 0.5, 1.5), ("B", 0.25, 4.5)),
     }
     outcome = grid.make_experiment().report(vector_grids.compare(grid, runs), tmp_path)
     outcome.write(tmp_path)
     a, b = outcome.results["rows"]
-    assert (a["final"], a["final_by_seed"]) == (1.5, {"0": 1.0, "1": 2.0, "2": 1.5})
-    assert a["step_by_seed"] == {"0": 0.5, "1": 0.25, "2": 0.5}
+    assert (a["final"], a["final_by_seed"]) == (1.5, {"0": 1.0, "1": 2.0})
+    assert a["step_by_seed"] == {"0": 0.5, "1": 0.25}
     assert (b["final"], b["stable_steps"], b["slots"]) == (4.5, [0.25], 2)
     verdicts = [verdict["verdict"] for verdict in outcome.results["verdicts"]]
     assert verdicts == ["shown", "contradicted", "not run"] and not outcome.results["agrees"]
     assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["step"] == 0.5
-    row = "| A | 2^-1, 2^-2, 2^-1 | 1.5 +- 0.5 | 1, 2, 1.5 | 1 | 2 |"
-    assert row in (tmp_path / "table.md").read_text() and (tmp_path / "curves.png").exists()
+    assert "| A | 2^-1, 2^-2 | " in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "curves.png").exists()
 
 
 def test_the_step_grids_are_listed_and_the_quadratic_runs(
