@@ -45,10 +45,11 @@ def make_rotation_model(persistent: bool = True) -> Any:
 
 def draw_rotation_batches() -> Any:
     draw = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(4, 8, generator=draw), torch.randint(0, 4, (4,), generator=draw))
-        for _ in range(8)
-    ]
+    inputs, labels = (
+        torch.randn(8, 4, 8, generator=draw),
+        torch.randint(0, 4, (8, 4), generator=draw),
+    )
+    return list(zip(inputs, labels))
 
 
 def make_case_arguments(case: Any, **keys: Any) -> Dict[str, Any]:

@@ -6,7 +6,7 @@ import copy
 import functools
 import shutil
 from pathlib import Path
-from typing import Any, List
+from typing import Any, List, Tuple
 
 import pytest
 import torch
@@ -43,29 +43,34 @@ def use_deterministic_cuda() -> Any:
     set_numerics(BackendConfig(device="cuda", deterministic=False))
 
 
+def train_both(
+    name: str, args: Any, model: str, dtype: torch.dtype, make_optimizer: Any, switch: int = 0
+) -> Tuple[torch.nn.Module, List[torch.nn.Module]]:
+    """Return a model that the emulator has trained, and the stages of the literal replay."""
+    data = [(x.cuda(), y.cuda()) for x, y in draw_microbatches(5 * 8, dtype=dtype)]
+    stages = [stage.cuda() for stage in make_seeded_stages(model, dtype)]
+    twin, unsplit = copy.deepcopy(stages), join_stages(stages)
+    for train_one, of in ((train_on_emulator, unsplit), (train_literally, twin)):
+        method = resolve_method(name, args)
+        train_one(of, method, 5, data, make_optimizer, args=args, switch=switch)  # type: ignore[operator]
+    return unsplit, twin
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize("method", WHOLE)
 def test_weights_equal_those_of_the_literal_replay(
     method: str, model: str, dtype: torch.dtype
 ) -> None:
-    data = [(x.cuda(), y.cuda()) for x, y in draw_microbatches(5 * 8, dtype=dtype)]
-    stages = [stage.cuda() for stage in make_seeded_stages(model, dtype)]
-    twin, unsplit = copy.deepcopy(stages), join_stages(stages)
-    train_on_emulator(unsplit, resolve_method(method), 5, data, OPTIMIZERS["sgd"])
-    train_literally(twin, resolve_method(method), 5, data, OPTIMIZERS["sgd"])
-    assert_equals_stages(unsplit, twin)
+    assert_equals_stages(*train_both(method, {}, model, dtype, OPTIMIZERS["sgd"]))
 
 
 @pytest.mark.parametrize("name", list(ROWS))
 def test_rules_equal_those_of_the_literal_replay(name: str) -> None:
     row = ROWS[name]
-    method = resolve_method(row.method, row.args)
-    data = [(x.cuda(), y.cuda()) for x, y in draw_microbatches(5 * 8)]
-    stages = [stage.cuda() for stage in make_seeded_stages("residual")]
-    twin, unsplit = copy.deepcopy(stages), join_stages(stages)
-    train_on_emulator(unsplit, method, 5, data, row.optimizers[0], args=row.args, switch=row.switch)
-    train_literally(twin, method, 5, data, row.optimizers[0], args=row.args, switch=row.switch)
+    unsplit, twin = train_both(
+        row.method, row.args, "residual", torch.float64, row.optimizers[0], row.switch
+    )
     expected = join_stages(twin).state_dict()
     for key, value in unsplit.state_dict().items():
         assert torch.allclose(value, expected[key], rtol=1e-8, atol=1e-10), key
