@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Dict, List
 
 import numpy as np
@@ -71,7 +72,7 @@ def _append_to_list(history: List[Floats], newest: Floats, bound: int) -> List[F
 
 def _replay(
     append: Callable[[Any, Floats, int], Any],
-    history: Any,
+    begin: Callable[[Floats], Any],
     objective: Quadratic,
     source: RandomizedReplays,
     bound: int,
@@ -79,7 +80,7 @@ def _replay(
     count: int,
 ) -> Floats:
     P, d = source.stages, objective.dimension
-    size = d // P
+    size, history = d // P, begin(np.zeros(d))
     stages, microbatches = source.list_stages(0, count), source.list_microbatches(0, count)
     delays = source.list_delays(0, count)
     for k in range(count):
@@ -101,25 +102,8 @@ def _replay(
     return np.asarray(history[-1])
 
 
-def replay_in_an_array(
-    objective: Quadratic, source: RandomizedReplays, bound: int, rate: float, count: int
-) -> Floats:
-    """Return the iterate (d,) after `count` block updates of Algorithm 1 from 0."""
-    return _replay(
-        _append_to_array, np.zeros((1, objective.dimension)), objective, source, bound, rate, count
-    )
-
-
-def replay_in_a_list(
-    objective: Quadratic, source: RandomizedReplays, bound: int, rate: float, count: int
-) -> Floats:
-    """Return the same iterate, with the history kept in a list."""
-    return _replay(
-        _append_to_list, [np.zeros(objective.dimension)], objective, source, bound, rate, count
-    )
-
-
+# replays of Algorithm 1 from 0, which return the iterate (d,) after `count` block updates; the history is an array or a list
 PLAIN: Dict[str, Callable[[Quadratic, RandomizedReplays, int, float, int], Floats]] = {
-    "an array": replay_in_an_array,
-    "a list": replay_in_a_list,
+    "an array": functools.partial(_replay, _append_to_array, lambda start: start[None]),
+    "a list": functools.partial(_replay, _append_to_list, lambda start: [start]),
 }
