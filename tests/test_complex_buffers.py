@@ -5,6 +5,7 @@ Story: every run with such a buffer was refused, although complex activations tr
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, Dict
 
@@ -19,6 +20,7 @@ from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from tests.support.models import Composed
 from tests.support.runs import assert_same, list_faults, read_weights
+from tests.test_emulator_exact import train_in_plain_loop
 
 ROTATIONS = torch.polar(torch.ones(4), torch.arange(4.0))
 
@@ -71,12 +73,8 @@ def test_weights_are_those_of_a_plain_loop(tmp_path: Path, persistent: bool) -> 
     arguments = make_case_arguments((persistent, "gpipe"))
     train(out=tmp_path, quiet=True, **arguments)
     model = make_rotation_model(persistent)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for m, (x, y) in enumerate(draw_rotation_batches()):
-        (F.cross_entropy(model(x), y) / 2).backward()
-        if m % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    make_sgd = functools.partial(torch.optim.SGD, lr=0.05)
+    train_in_plain_loop(model, draw_rotation_batches(), 2, make_sgd)
     assert_same(arguments["model"].state_dict(), model.state_dict())
     assert ("0.rotations" in read_weights(tmp_path)) == persistent
     again = make_case_arguments((persistent, "gpipe"))

@@ -47,6 +47,7 @@ from tests.support.runs import (
     needs_processes,
     read_column,
 )
+from tests.test_emulator_exact import OPTIMIZERS, train_in_plain_loop
 from tools.experiments.costs import (
     Flops,
     compute_per_example,
@@ -55,10 +56,6 @@ from tools.experiments.costs import (
 )
 
 UPDATES = 4
-OPTIMIZERS = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3),
-    "adamw": functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=1e-2),
-}
 
 
 def make_block_layers(name: str) -> List[nn.Module]:
@@ -232,12 +229,9 @@ def test_the_last_layers_train_and_the_others_stay() -> None:
     expected = copy.deepcopy(stages)
     emulate_blocks(model, part, "last_layers", 2)
     whole = join_stages(expected)
-    optimizer = OPTIMIZERS["sgd"]([p for layer in expected[2:] for p in layer.parameters()])
-    for m, (x, y) in enumerate(draw_microbatches(2 * UPDATES), 1):
-        (cross_entropy(whole(x), y) / 2).backward()
-        if m % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+    trained = [p for layer in expected[2:] for p in layer.parameters()]
+    make_optimizer = lambda parameters: OPTIMIZERS["sgd"](trained)  # noqa: E731
+    train_in_plain_loop(whole, draw_microbatches(2 * UPDATES), 2, make_optimizer)
     assert_blocks_equal(model, whole, [None, None])
     blocks = get_blocks(model)
     assert blocks is not None and not any(p.requires_grad for p in stages[0].parameters())

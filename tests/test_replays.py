@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, List, NamedTuple
 
 import numpy as np
@@ -18,8 +17,7 @@ from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from tests.support.emulating import make_rules
 from tests.support.runs import list_faults
-
-SGD = functools.partial(torch.optim.SGD, lr=0.2, momentum=0.9, weight_decay=1e-3)
+from tests.test_emulator_exact import OPTIMIZERS
 
 
 class StatedReplay(NamedTuple):
@@ -65,7 +63,7 @@ def make_replay_plan(replays: List[StatedReplay], reach: int = 3) -> ReplayPlan:
 def plan_replays(source: Any, method: Method, stages: int) -> ReplayPlan:
     """Plan the replays of a source for stages of one weight."""
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "stage": s} for s in range(stages)]
-    return ReplayPlan(source, make_rules(SGD(groups), method, np.zeros(stages)))
+    return ReplayPlan(source, make_rules(OPTIMIZERS["sgd"](groups), method, np.zeros(stages)))
 
 
 GOOD = [
