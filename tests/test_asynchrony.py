@@ -31,17 +31,17 @@ from ipu_pipe.schedule.methods import METHODS, Method, Outer, resolve_method
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 from tests.literal_replay import average_nets
-from tests.staged_models import MODELS, draw_microbatches, join_stages
+from tests.staged_models import draw_microbatches, join_stages
 from tests.support.emulating import iterate_to_next_update, make_emulator
 from tests.support.flows import train_updates
 from tests.support.models import Composed
 from tests.support.runs import ROOT, assert_same, assert_same_weights, list_faults
+from tests.test_emulator_exact import OPTIMIZERS, make_seeded_stages
 
 LR, MOMENTUM, DECAY = 0.2, 0.9, 1e-3
 
 
-def make_momentum_sgd(groups: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+make_momentum_sgd = OPTIMIZERS["sgd"]
 
 
 # ---- delays and timelines
@@ -157,9 +157,9 @@ def train_stages_on_emulator(
 
 
 def make_float64_stages(name: str) -> List[nn.Module]:
-    torch.manual_seed(3)
     if name != "normed":
-        return [stage.double() for stage in MODELS[name]()]
+        return make_seeded_stages(name)
+    torch.manual_seed(3)
     sizes = [(12, 8), (8, 8), (8, 8)]
     stages = [nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.Tanh()) for a, b in sizes]
     return [stage.double() for stage in [*stages, nn.Linear(8, 4)]]
