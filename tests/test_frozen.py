@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import TCPStore
 
 import ipu_pipe
 from ipu_pipe.model.modes import enter_training
-from tests import forked
+from tests.support.processes import run_in_group
 from tests.support.runs import assert_same, read_json, read_summary
 
 # imported by the tests themselves: both take seconds
@@ -24,10 +22,8 @@ pytestmark = pytest.mark.skipif(
     reason="needs transformers, peft and accelerate",
 )
 
-BOTH, LAST = (
-    r".*c_attn",
-    r"transformer\.h\.1\.attn\.c_attn",
-)  # where adapters are: on both stages, on the second alone
+# where adapters are: on both stages, on the second alone
+BOTH, LAST = r".*c_attn", r"transformer\.h\.1\.attn\.c_attn"
 RUNS = [("gpipe", BOTH), ("pipedream_2bw", LAST)]
 STAGE = "base_model.model.transformer.h.1"
 
@@ -75,21 +71,18 @@ def train_adapters(
     )
 
 
-def train_runs_on_rank(rank: int, folder: Path, port: int) -> None:
-    os.environ.update(forked.make_rank_environment(rank, 2, port))
+def train_runs_on_rank(rank: int, folder: Path) -> None:
     for number, (method, where) in enumerate(RUNS):
         model = make_adapted_gpt2(where)
         train_adapters(model, method, folder / str(number), "distributed")
         torch.save(model.state_dict(), folder / f"{number}.{rank}")
-    os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def runs_on_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train the runs on two processes. Return their folder."""
     folder = tmp_path_factory.mktemp("processes")
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    forked.fork_ranks(2, train_runs_on_rank, folder, store.port)
+    run_in_group(2, train_runs_on_rank, folder)
     return folder
 
 
@@ -101,31 +94,22 @@ def test_a_pretrained_model_in_adapters_is_trained_in_training_mode() -> None:
     """
     model = make_adapted_gpt2(BOTH)
     model.get_base_model().eval()
-    assert (
-        model.training
-        and enter_training(model)
-        and all(module.training for module in model.modules())
-    )
+    assert model.training and enter_training(model)
+    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
 def test_processes_train_adapters_as_the_emulator_and_runs_resume(
     number: int, runs_on_processes: Path, tmp_path: Path
 ) -> None:
-    (method, where), fields = (
-        RUNS[number],
-        ("parameters", "weight_copies", "weight_bytes", "optimizer_bytes"),
-    )
+    method, where = RUNS[number]
+    fields = ("parameters", "weight_copies", "weight_bytes", "optimizer_bytes")
     model, first_weights = make_adapted_gpt2(where), make_adapted_gpt2(where).state_dict()
     summary = train_adapters(model, method, tmp_path / "run", "emulator")
     for rank in range(2):
         assert_same(torch.load(runs_on_processes / f"{number}.{rank}"), model.state_dict())
-    changed = {
-        name
-        for name, value in model.state_dict().items()
-        if not torch.equal(value, first_weights[name])
-    }
-    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in model.named_parameters():
+        assert torch.equal(p, first_weights[name]) != p.requires_grad, name
     process_summary = read_summary(runs_on_processes / str(number))
     rows, others = (
         [[row[key] for key in fields] for row in one["stages"]]
@@ -134,31 +118,22 @@ def test_processes_train_adapters_as_the_emulator_and_runs_resume(
     assert rows == others
     if where == LAST:  # no gradient crosses to the first stage
         assert summary["links"] == process_summary["links"] and summary["links"][1]["bytes"] == 0
-    resumed_model = make_adapted_gpt2(where)
-    train_adapters(
-        resumed_model, method, runs_on_processes / str(number), "emulator", resume_from=2
-    )
-    assert_same(resumed_model.state_dict(), model.state_dict())
+    resumed = make_adapted_gpt2(where)
+    train_adapters(resumed, method, runs_on_processes / str(number), "emulator", resume_from=2)
+    assert_same(resumed.state_dict(), model.state_dict())
 
 
 def test_a_frozen_stage_has_one_version_no_gradient_and_no_state(tmp_path: Path) -> None:
     model = make_adapted_gpt2(LAST)
     stages = train_adapters(model, "pipedream", tmp_path / "run", "emulator")["stages"]
     memory = read_json(tmp_path / "run" / "memory.json")["stages"]
-    frozen_stage, trained_stage = stages
+    frozen, trained = stages
     tied = model.get_parameter("base_model.model.transformer.wte.weight").numel()  # on both stages
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert (
-        frozen_stage["weight_copies"],
-        frozen_stage["optimizer_bytes"],
-        memory[0]["gradient_bytes"],
-    ) == (
-        1,
-        0,
-        0,
-    )
-    assert frozen_stage["weight_bytes"] == 4 * frozen_stage["parameters"]
-    assert trained_stage["weight_bytes"] == 4 * (trained_stage["parameters"] + tied)
+    figures = frozen["weight_copies"], frozen["optimizer_bytes"], memory[0]["gradient_bytes"]
+    assert figures == (1, 0, 0)
+    assert frozen["weight_bytes"] == 4 * frozen["parameters"]
+    assert trained["weight_bytes"] == 4 * (trained["parameters"] + tied)
     assert memory[1]["gradient_bytes"] == 4 * adapters
 
 
