@@ -343,7 +343,7 @@ BLOCK_READS: Dict[str, Tuple[Callable[[Any], Loss], List[str]]] = {
 def test_the_loss_of_a_block_reads_this_block_alone(case: str) -> None:
     """On the emulator other blocks could be read too, but a block would train another's weights."""
     make, expected = BLOCK_READS[case]
-    faults = list_faults(build, **make_run("local_greedy", make))
+    faults = list_faults(build, **make_loss_run("local_greedy", make))
     assert len(faults) == len(expected)
     assert all(part in fault for part, fault in zip(expected, faults))
 
@@ -358,7 +358,7 @@ def test_losses_of_blocks_that_read_outputs_are_allowed(
     method: str, keys: Dict[str, Any], make: Any, poptorch: Any
 ) -> None:
     model = make_router_model(partial(nn.Linear, 8, 8))
-    assert build(**make_run(method, make, model, **keys)).method.structure is not None
+    assert build(**make_loss_run(method, make, model, **keys)).method.structure is not None
 
 
 class LossOfModel(nn.Module):
@@ -386,7 +386,7 @@ def test_poptorch_compiles_a_copy_which_the_loss_does_not_read(case: str, poptor
     they began, and a number of a weight became a constant of the graph."""
     make, expected = COPIES[case]
     backend = {"name": "poptorch", "ipu": {}}
-    arguments = make_run("gpipe", make, backend=backend, gradient_accumulation=4)
+    arguments = make_loss_run("gpipe", make, backend=backend, gradient_accumulation=4)
     if not expected:
         build(**arguments)
         return
@@ -397,7 +397,7 @@ def test_poptorch_compiles_a_copy_which_the_loss_does_not_read(case: str, poptor
 # ---- whole runs
 
 
-def make_run(
+def make_loss_run(
     method: str, make: Callable[[Any], Loss], model: Any = None, **keys: Any
 ) -> Dict[str, Any]:
     """Return the arguments of a run: a model, by default of routers, and the loss that `make` returns for it."""
@@ -424,12 +424,12 @@ def penalize_and_count(model: Any) -> Loss:
 
 
 def make_counted_run(method: str) -> Dict[str, Any]:
-    return make_run(method, penalize_and_count, checkpoint={"every": 2})
+    return make_loss_run(method, penalize_and_count, checkpoint={"every": 2})
 
 
 def refuse_on_a_rank(rank: int, folder: Path) -> None:
     backend = {"name": "distributed", "deadline": 60}
-    arguments = make_run("gpipe", make_reading(lambda m: m[0].aux), backend=backend)
+    arguments = make_loss_run("gpipe", make_reading(lambda m: m[0].aux), backend=backend)
     (fault,) = list_faults(ipu_pipe.train, out=folder / "run", quiet=True, **arguments)
     assert fault.startswith("loss: reads 0.aux of the model, but where the model is cut"), fault
     assert not (folder / "run" / "metrics.jsonl").exists()
@@ -446,7 +446,7 @@ def make_without_dropout() -> Dict[str, Any]:
     model = make_router_model()
     model[0].drop.p = model[2].drop.p = 0.0
     penalize = penalize_and_count(model)
-    return make_run("gpipe", lambda m: lambda *pair: penalize(*pair) + m[0].aux, model)
+    return make_loss_run("gpipe", lambda m: lambda *pair: penalize(*pair) + m[0].aux, model)
 
 
 def test_the_emulator_trains_the_weights_of_a_plain_loop(tmp_path: Path) -> None:
