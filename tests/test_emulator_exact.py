@@ -252,8 +252,11 @@ VARIANTS: List[Tuple[str, Dict[str, Any]]] = [(name, {}) for name in WHOLE] + [
     (name, args) for name, variants in CHANGED.items() for args in variants
 ]
 ATTRIBUTES = {
-    "-".join(map(str, [variant[0], *variant[1].values(), *others])): (variant, *others)
-    for variant, *others in [
+    # a switch has the name of its argument
+    "-".join(
+        map(str, [name, *(key if value is True else value for key, value in args.items()), *others])
+    ): ((name, args), *others)
+    for (name, args), *others in [
         *itertools.product(VARIANTS, MODELS, OPTIMIZERS, (1, 3, 5), FEATURES),
         # autocast adds up the gradients of a shared weight's uses in bfloat16, as in plain PyTorch
         *itertools.product(
