@@ -8,8 +8,9 @@ import tempfile
 import time
 import traceback
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, Iterator, List
 
+import pytest
 import torch
 
 from ipu_pipe.errors import end_process
@@ -38,7 +39,7 @@ class RankGroup:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def call(self, work: Callable[..., Any], *arguments: Any, seconds: float = 120) -> List[Any]:
+    def call(self, work: Callable[..., Any], *arguments: Any, seconds: float) -> List[Any]:
         """Return the ranks' results of `work(rank, *arguments)`.
 
         Raise `RankFailure` with the traceback of the first rank that fails: its group is of no use any more, since the
@@ -84,12 +85,14 @@ class RankGroups:
     def __init__(self) -> None:
         self._groups: Dict[int, RankGroup] = {}
 
-    def call(self, ranks: int, work: Callable[..., Any], *arguments: Any) -> List[Any]:
+    def call(
+        self, ranks: int, work: Callable[..., Any], *arguments: Any, seconds: float = 120
+    ) -> List[Any]:
         """Return the results of `work(rank, *arguments)` on each rank of a group of `ranks`."""
         if ranks not in self._groups:
             self._groups[ranks] = RankGroup(ranks)
         try:
-            return self._groups[ranks].call(work, *arguments)
+            return self._groups[ranks].call(work, *arguments, seconds=seconds)
         except BaseException:
             self._groups.pop(ranks).close()
             raise
@@ -99,6 +102,14 @@ class RankGroups:
         for group in self._groups.values():
             group.close()
         self._groups.clear()
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[RankGroups]:
+    """Return the groups of ranks of a file."""
+    groups = RankGroups()
+    yield groups
+    groups.close()
 
 
 def _serve(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
