@@ -3,9 +3,7 @@ or of the literal replay that does the act itself, or is refused by name (`tests
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 from unittest import mock
 
@@ -17,8 +15,7 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.pipeline import seam
 from ipu_pipe.pipeline.absent import AbsentWeights
-from ipu_pipe.pipeline.gradients import OwnGradients
-from ipu_pipe.replay import weights as stored_weights
+from tests.support import rank_group
 from tests.support.acts import (
     ACTS,
     CUTS,
@@ -27,7 +24,6 @@ from tests.support.acts import (
     SPIKES,
     STALE,
     Outcome,
-    Refused,
     Walk,
     compare_walk,
     draw_kind,
@@ -35,16 +31,19 @@ from tests.support.acts import (
     draw_walk,
     follow_remedies,
     is_equal,
+    is_near,
     judge,
     make_batch,
     make_scene,
     train_by_pipeline,
     train_plainly,
 )
-from tests.support.processes import run_in_group
+from tests.support.models import Composed
+from tests.support.rank_group import RankGroups
 from tests.support.runs import needs_processes
 from tests.support.slow import mark_slow
 
+groups = rank_group.groups
 pytest_plugins = ["poptorch_double"]  # the fixture `poptorch`
 
 # seeds of walks that draw every method and act
@@ -136,52 +135,24 @@ def test_a_story_has_the_weights_of_the_literal_replay(story: str) -> None:
     assert_equal(STORIES[story])
 
 
-@pytest.mark.parametrize(
-    "method, args", STALE, ids=lambda v: v if isinstance(v, str) else "-".join(v)
-)
-def test_an_act_on_every_kind_of_thing_counts_from_the_next_batch(method: str, args: Any) -> None:
-    """One act of each kind while updates are in flight, and after a drain those that need one."""
-    plan = {
-        1: ["attribute", "rate", "clear state"],
-        2: ["number in the loss", "buffer", "clamp"],
-        3: ["drain", "freeze", "unfreeze", "replace a layer", "statistics frozen"],
-        4: ["replace data", "gradient hook", "hook of the optimizer", "momentum"],
-    }
-    assert_equal(Walk(method, plan, args, ("2", "5"), microbatches=3, steps=8))
-
-
-def test_a_learning_rate_that_is_a_tensor_may_change_in_place() -> None:
-    rate = torch.tensor(0.05, dtype=torch.float64)
-    for method in ("gpipe", "pipedream"):
-        changed, fixed = (
-            train_by_pipeline(Walk(method, {1: [act]}), lr=rate.clone())
-            for act in ("rate", "nothing")
-        )
-        by_number = train_by_pipeline(Walk(method, {1: ["rate"]}), lr=0.05)
-        assert not is_equal(changed, fixed)
-        assert all(torch.allclose(changed[n], by_number[n], rtol=1e-12) for n in by_number)
-
-
 @pytest.mark.parametrize("method", ["gpipe", "pipedream"])
-def test_a_batch_may_be_overwritten_after_its_step(method: str) -> None:
-    walk = Walk(method, {})
-    assert is_equal(train_by_pipeline(walk, reuses=True), train_by_pipeline(walk))
+def test_a_learning_rate_that_is_a_tensor_may_change_in_place(method: str) -> None:
+    walk = Walk(method, {1: ["rate"]})
+    trained = train_by_pipeline(walk, lr=torch.tensor(0.05, dtype=torch.float64))
+    assert is_near(trained, train_by_pipeline(walk), 1e-12)
 
 
 def test_an_exception_of_the_loop_leaves_the_newest_weights() -> None:
-    walk = Walk("pipedream", {})
-    expected, scene = make_scene(walk), make_scene(walk)
-    assert expected.pipe is not None and scene.pipe is not None
-    for pipe in (expected.pipe, scene.pipe):
+    expected, scene = (make_scene(Walk("pipedream", {})) for _ in range(2))
+    for one in (expected, scene):
         for k in range(3):
-            pipe.step(*make_batch(k))
-    with pytest.raises(KeyboardInterrupt):
-        with scene.pipe:
-            raise KeyboardInterrupt
+            one.pipe.step(*make_batch(k))
+    with pytest.raises(KeyboardInterrupt), scene.pipe:
+        raise KeyboardInterrupt
     with pytest.raises(RunFault, match="closed"):
         scene.pipe.drain()
     with expected.pipe.whole_model() as model:
-        assert model is not None and is_equal(scene.model.state_dict(), model.state_dict())
+        assert is_equal(scene.model.state_dict(), model.state_dict())
 
 
 class Failing:
@@ -195,7 +166,6 @@ class Failing:
 def test_an_exception_in_a_pass_leaves_the_newest_weights(method: str) -> None:
     """Story: until `close` the model had the weights that the pass had read."""
     scene = make_scene(Walk(method, {}))
-    assert scene.pipe is not None
     newest: Dict[int, List[torch.Tensor]] = {}
     scene.pipe.on_update(
         lambda _, stage, weights: newest.update({stage: [w.detach().clone() for w in weights]})
@@ -225,7 +195,6 @@ def test_a_setting_that_does_not_fit_is_refused_before_the_step(
         pytest.importorskip("jax")
     walk = Walk(method, {}, args, microbatches=1)
     scene, plain = make_scene(walk, backend), make_scene(walk, backend)
-    assert scene.pipe is not None and plain.pipe is not None
     for k in range(4):
         if k == 2:
             scene.optimizer.param_groups[0][setting] = True
@@ -233,79 +202,21 @@ def test_a_setting_that_does_not_fit_is_refused_before_the_step(
                 scene.pipe.step(*make_batch(k))
             scene.optimizer.param_groups[0][setting] = False
         for one in (scene, plain):
-            one.pipe.step(*make_batch(k))  # type: ignore[union-attr]
+            one.pipe.step(*make_batch(k))
     for one in (scene, plain):
-        one.pipe.close()  # type: ignore[union-attr]
+        one.pipe.close()
     assert is_equal(scene.model.state_dict(), plain.model.state_dict())
 
 
 def test_the_callers_gradients_come_back_after_each_call() -> None:
     scene = make_scene(Walk("pipedream", {}))
-    assert scene.pipe is not None
     for k in range(4):
         gradients = {p: torch.full_like(p, float(k)) for p in scene.model.parameters()}
         for p, gradient in gradients.items():
             p.grad = gradient
         scene.pipe.step(*make_batch(k))
-        assert all(p.grad is gradient for p, gradient in gradients.items())
-        assert all(bool((gradient == k).all()) for gradient in gradients.values())
-
-
-def test_gradients_in_flight_wait_between_two_calls() -> None:
-    weight, theirs, gathered = nn.Parameter(torch.ones(1)), torch.ones(1), torch.ones(1)
-    own = OwnGradients([weight], [weight])
-    weight.grad = theirs
-    with own.lend():
-        weight.grad = gathered
-    assert weight.grad is theirs
-    with own.lend():
-        assert weight.grad is gathered
-
-
-# ---- the generator notices a broken seam
-
-
-def find_missed_act(acts: Sequence[str], train: Any = train_by_pipeline, seeds: int = 8) -> str:
-    """Return the act of the first walk of one act that is not equal, "" if there is none."""
-    outcomes = ((act, judge(draw_single(act, s), train)) for s in range(seeds) for act in acts)
-    return next((act for act, outcome in outcomes if outcome.kind != "equal"), "")
-
-
-def see_as_live(backend: str, kind: str) -> Any:
-    """Return a patch by which a backend does not look at a kind of change."""
-    row = {**seam.TAKEN_OVER[backend], kind: seam.LIVE}
-    return mock.patch.dict(seam.TAKEN_OVER, {backend: row})  # type: ignore[arg-type]
-
-
-def keep_storage(store: Any, stage: int) -> List[torch.Tensor]:
-    """Return the tensors that the parameters of a stage had at the first call."""
-    kept = store.__dict__.setdefault("kept", {})
-    return kept.setdefault(stage, [p.data for p in store._parameters[stage]])  # type: ignore[no-any-return]
-
-
-# what is broken -> the patch, the acts one of which must differ
-BROKEN: Dict[str, Tuple[Callable[[], Any], Sequence[str]]] = {
-    "frozen parameters": (
-        lambda: see_as_live("emulator", "requires_grad"),
-        ["freeze", "unfreeze"],
-    ),
-    "gradients": (
-        lambda: mock.patch.object(OwnGradients, "lend", lambda self: contextlib.nullcontext()),
-        ["gradients left", "zero_grad"],
-    ),
-    "tensors of weights": (
-        lambda: mock.patch.object(stored_weights.OverwritingStore, "_get_storage", keep_storage),
-        ["replace data"],
-    ),
-}
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_the_generator_notices_a_broken_seam(broken: str) -> None:
-    patch, acts = BROKEN[broken]
-    assert not find_missed_act(acts, seeds=1)
-    with patch():
-        assert find_missed_act(acts) in acts
+        for p, gradient in gradients.items():
+            assert p.grad is gradient and bool((gradient == k).all())
 
 
 # ---- other backends
@@ -323,22 +234,16 @@ def list_walks(acts: Sequence[str]) -> List[Walk]:
     return [Walk(method, {2: [act]}) for act in acts for method in METHODS]
 
 
-def train_on_ranks(rank: int, folder: Path, walks: List[Walk], drops: bool) -> None:
-    """Train walks on this rank. Store what became of each."""
-
-    def train(walk: Walk) -> Any:
-        return train_by_pipeline(walk, backend="distributed")
-
-    for i, walk in enumerate(walks):
-        torch.save(follow_remedies(walk, train, drops), folder / f"{i}-{rank}.pt")
+def train_on_rank(rank: int, walks: List[Walk], drops: bool) -> List[Any]:
+    """Train walks on this rank. Return what became of each."""
+    train = functools.partial(train_by_pipeline, backend="distributed")
+    return [follow_remedies(walk, train, drops) for walk in walks]
 
 
-def compare_ranks(walks: List[Walk], folder: Path, drops: bool = False) -> List[Outcome]:
+def compare_ranks(groups: RankGroups, walks: List[Walk], drops: bool = False) -> List[Outcome]:
     """Train walks on two ranks. Return what became of each, on both ranks."""
-    run_in_group(2, train_on_ranks, folder, walks, drops, seconds=1800)
-    results = [torch.load(file, weights_only=False) for file in sorted(folder.glob("*-[01].pt"))]
-    assert len(results) == 2 * len(walks)
-    return [compare_walk(weights, walk) for weights, walk in results]
+    ranks = groups.call(2, train_on_rank, walks, drops, seconds=1800)
+    return [compare_walk(weights, walk) for results in ranks for weights, walk in results]
 
 
 @needs_processes
@@ -351,9 +256,9 @@ def compare_ranks(walks: List[Walk], folder: Path, drops: bool = False) -> List[
     ids=["some", "half"],
 )
 def test_two_ranks_have_the_weights_of_the_literal_replay_or_refuse(
-    acts: List[str], tmp_path: Path
+    acts: List[str], groups: RankGroups
 ) -> None:
-    for outcome in compare_ranks(list_walks(acts), tmp_path):
+    for outcome in compare_ranks(groups, list_walks(acts)):
         assert outcome.kind in ("equal", "refused"), outcome
         assert outcome.kind == "equal" or not set(outcome.walk.plan[2]) <= set(HARMLESS), outcome
 
@@ -362,18 +267,22 @@ def test_two_ranks_have_the_weights_of_the_literal_replay_or_refuse(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["", *KINDS])
 def test_walks_on_two_ranks_have_the_weights_of_the_literal_replay(
-    kind: str, tmp_path: Path
+    kind: str, groups: RankGroups
 ) -> None:
     # one stage a process, because a split backward takes no more
     walks = [draw_kind(kind, s, CUTS[:1]) if kind else draw_walk(s, CUTS[:1]) for s in range(20)]
     if kind == "replicas":
         walks = [walk._replace(begins=()) for walk in walks]
-    for outcome in compare_ranks(walks, tmp_path, drops=True):
+    for outcome in compare_ranks(groups, walks, drops=True):
         assert outcome.kind == "equal", outcome
 
 
-def train_on_xla(walk: Walk) -> Any:
-    return train_by_pipeline(walk, backend="xla")
+TOLERANCES = {"xla": 1e-11, "poptorch": 1e-4}
+
+
+def judge_on(backend: str, walk: Walk) -> Outcome:
+    """Train a walk on a backend, and compare up to its rounding."""
+    return compare_walk(train_by_pipeline(walk, backend=backend), walk, TOLERANCES[backend])
 
 
 @pytest.mark.parametrize(
@@ -384,31 +293,8 @@ def train_on_xla(walk: Walk) -> Any:
 )
 def test_xla_is_near_plain_pytorch_or_refuses_by_name(act: str) -> None:
     pytest.importorskip("jax")
-    walk = Walk("gpipe", {2: [act]})
-    outcome = compare_walk(train_on_xla(walk), walk, tolerance=1e-11)
+    outcome = judge_on("xla", Walk("gpipe", {2: [act]}))
     assert outcome.kind == "equal" or (outcome.kind == "refused" and act not in HARMLESS), outcome
-
-
-# a kind of change -> an act that xla would miss if it did not look at it; a replaced module is seen by its values and
-# weights, too
-MISSED_ON_XLA = {
-    "mode": "statistics frozen",
-    "value": "attribute",
-    "buffer": "buffer",
-    "requires_grad": "unfreeze",
-    "hook": "forward hook",
-    "optimizer": "clear state",
-    "loss": "number in the loss",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", MISSED_ON_XLA)
-def test_each_kind_of_change_that_xla_looks_at_would_be_missed(kind: str) -> None:
-    pytest.importorskip("jax")
-    walk = Walk("gpipe", {2: [MISSED_ON_XLA[kind]]})
-    with see_as_live("xla", kind):
-        assert compare_walk(train_on_xla(walk), walk, tolerance=1e-11).kind == "differs"
 
 
 # ---- IPUs, on the double of PopTorch: nothing here ran on an IPU
@@ -417,42 +303,50 @@ def test_each_kind_of_change_that_xla_looks_at_would_be_missed(kind: str) -> Non
 REFUSED_ON_IPUS = ("momentum", "weight decay", "clamp in whole_model")
 
 
-def train_on_ipus(walk: Walk) -> Any:
-    """Train in float32, and return the weights and buffers in the replay's dtype."""
-    trained = train_by_pipeline(walk, backend="poptorch")
-    if isinstance(trained, Refused):
-        return trained
-    return {n: t.double() if t.is_floating_point() else t for n, t in trained.items()}
-
-
 @pytest.mark.parametrize("act", ACTS)
 def test_ipus_are_near_plain_pytorch_or_refuse_by_name(poptorch: Any, act: str) -> None:
-    walk = Walk("gpipe", {2: [act]}, microbatches=4)
-    outcome = compare_walk(train_on_ipus(walk), walk, tolerance=1e-4)
-    if act in HARMLESS and act not in REFUSED_ON_IPUS:
-        assert outcome.kind == "equal", outcome
-    else:
-        assert outcome.kind in ("equal", "refused"), outcome
+    outcome = judge_on("poptorch", Walk("gpipe", {2: [act]}, microbatches=4))
+    may_refuse = act not in HARMLESS or act in REFUSED_ON_IPUS
+    assert outcome.kind == "equal" or (outcome.kind == "refused" and may_refuse), outcome
 
 
-@pytest.mark.parametrize("kind", ["value", "buffer", "requires_grad", "optimizer"])
-def test_each_kind_of_change_that_ipus_look_at_would_be_missed(poptorch: Any, kind: str) -> None:
-    walk = Walk("gpipe", {2: [MISSED_ON_XLA[kind]]}, microbatches=4)
-    with see_as_live("poptorch", kind):
-        assert compare_walk(train_on_ipus(walk), walk, tolerance=1e-4).kind == "differs"
+# a kind of change -> an act that a backend would miss if it did not look at it; a replaced module is seen by its values and
+# weights, too
+MISSED = {
+    "mode": "statistics frozen",
+    "value": "attribute",
+    "buffer": "buffer",
+    "requires_grad": "unfreeze",
+    "hook": "forward hook",
+    "optimizer": "clear state",
+    "loss": "number in the loss",
+}
+ON_IPUS = ("value", "buffer", "requires_grad", "optimizer")
+LOOKED_AT = [("xla", kind) for kind in MISSED] + [("poptorch", kind) for kind in ON_IPUS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend, kind", LOOKED_AT)
+def test_walks_notice_a_kind_of_change_that_is_not_looked_at(
+    poptorch: Any, backend: str, kind: str
+) -> None:
+    pytest.importorskip("jax")
+    row = {**seam.TAKEN_OVER[backend], kind: seam.LIVE}
+    with mock.patch.dict(seam.TAKEN_OVER, {backend: row}):  # type: ignore[arg-type]
+        walk = Walk("gpipe", {2: [MISSED[kind]]}, microbatches=4)
+        assert judge_on(backend, walk).kind == "differs"
 
 
 def test_weights_on_ipus_are_not_numbers_between_two_steps(poptorch: Any) -> None:
     """Story: `model.state_dict()` in the loop saved the weights of the start, without a word."""
     scene = make_scene(Walk("gpipe", {}, microbatches=4), "poptorch")
-    assert scene.pipe is not None
     x, y = make_batch(0)
     scene.pipe.step(x.float(), y)
     assert all(bool(p.isnan().all()) for p in scene.model.parameters())
     with pytest.raises(RuntimeError, match=r"^model.state_dict\(\): the newest weights are not"):
         scene.model.state_dict()
     with scene.pipe.whole_model() as model:
-        assert model is not None and all(bool(p.isfinite().all()) for p in model.parameters())
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
     scene.pipe.close()
     assert all(bool(p.isfinite().all()) for p in scene.model.parameters())
 
@@ -468,25 +362,22 @@ def test_the_state_of_a_model_inside_the_pipelines_module_is_refused() -> None:
     net.state_dict()
 
 
-class Scaled(nn.Module):
-    """Layers between which the model's own forward multiplies by a number."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = scale
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)) * self.scale)))  # type: ignore[no-any-return]
+def make_loop_pipeline(net: nn.Module, method: str, **keys: Any) -> Any:
+    optimizer = torch.optim.SGD(net.double().parameters(), lr=0.1, momentum=0.9)
+    return ipu_pipe.Pipeline(net, nn.functional.cross_entropy, optimizer, method, **keys)
 
 
-def make_scaled(method: str, scale: float = 1.0) -> Tuple[Scaled, ipu_pipe.Pipeline]:
+def make_scaled(method: str, scale: float = 1.0) -> Tuple[Any, Any]:
     torch.manual_seed(0)
-    net = Scaled(scale).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    return net, ipu_pipe.Pipeline(
-        net, nn.functional.cross_entropy, optimizer, method, stages=["b"], microbatches=1
+    # the model's own forward multiplies by a number between layers
+    net: Any = Composed(
+        lambda m, x: m.c(torch.tanh(m.b(torch.tanh(m.a(x)) * m.scale))),
+        a=nn.Linear(8, 8),
+        b=nn.Linear(8, 8),
+        c=nn.Linear(8, 3),
     )
+    net.scale = scale
+    return net, make_loop_pipeline(net, method, stages=["b"], microbatches=1)
 
 
 @pytest.mark.parametrize("method", ["local_greedy", "local_overlapping", "last_layers"])
@@ -500,11 +391,10 @@ def test_what_a_forward_between_blocks_reads_is_taken_over(method: str) -> None:
     net.scale = 0.5
     other, again = make_scaled(method, scale=0.5)
     again.load_state_dict(state)
-    for _ in range(2):
-        pipe.step(*batch)
-        again.step(*batch)
-    pipe.drain()
-    again.drain()
+    for one in (pipe, again):
+        for _ in range(2):
+            one.step(*batch)
+        one.drain()
     assert is_equal(net.state_dict(), other.state_dict())
     first, net.b = net.b, nn.Linear(8, 8).double()
     with pytest.raises(RuntimeError, match="^step: model.b: was changed .* make a new pipeline"):
@@ -518,35 +408,24 @@ def test_what_a_forward_between_blocks_reads_is_taken_over(method: str) -> None:
 def test_dropout_that_begins_later_draws_by_the_pipelines_seed() -> None:
     """Story: a dropout of 0 draws nothing, so its later draws were the caller's generator's, and a recomputation had another
     mask."""
-    ends: List[Any] = []
-    state: Any = None
+    ends, state = [], None
+    y = torch.tensor([0, 1, 2, 0])
     for begins in (0.0, 0.5):
         torch.manual_seed(0)
         drop = nn.Dropout(begins)
-        net = nn.Sequential(nn.Linear(8, 8), drop, nn.Linear(8, 3)).double()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        pipe = ipu_pipe.Pipeline(
-            net,
-            nn.functional.cross_entropy,
-            optimizer,
-            "gpipe",
-            stages=["2"],
-            microbatches=2,
-            seed=5,
-        )
-        batch = torch.randn(4, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+        net = nn.Sequential(nn.Linear(8, 8), drop, nn.Linear(8, 3))
+        pipe = make_loop_pipeline(net, "gpipe", stages=["2"], microbatches=2, seed=5)
         if state is not None:
             pipe.load_state_dict(state)
         else:
-            pipe.step(*batch)
+            pipe.step(torch.randn(4, 8).double(), y)
             state = pipe.state_dict()
             drop.p = 0.5
         torch.manual_seed(int(10 * begins))
-        x = torch.ones(4, 8, dtype=torch.float64)
         for _ in range(2):
-            pipe.step(x, batch[1])
-        ends.append({name: t.clone() for name, t in net.state_dict().items()})
+            pipe.step(torch.ones(4, 8).double(), y)
         pipe.close()
+        ends.append(net.state_dict())
     assert is_equal(*ends)
 
 
@@ -568,7 +447,7 @@ def test_walks_are_drawn_with_every_method_and_act() -> None:
     assert drawn == {(name, str(args)) for name, args in STALE} | {(m, "{}") for m in FLUSHING}
 
 
-# ---- values of a loss
+# ---- what is looked at
 
 factor = torch.ones(1)
 
@@ -577,30 +456,31 @@ def multiply(output: torch.Tensor, y: torch.Tensor, **keys: Any) -> torch.Tensor
     return output.sum() * factor * keys["factor"]
 
 
+def look_at(model: nn.Module, loss: Any = multiply) -> Callable[[], List[str]]:
+    """Return a function that lists where a model or a loss has changed since."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    looked = seam.Seam("poptorch", seam.Objects(model, optimizer, loss))
+    return lambda: [change.where for change in looked.list_changes()]
+
+
 def test_an_attribute_that_becomes_true_and_a_mode_are_seen() -> None:
     """1 and True are equal, and not the same in every forward."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     model.flag = 1
-    objects = seam.Objects(model, torch.optim.SGD(model.parameters(), 0.1), multiply)
-    looked = seam.Seam("poptorch", objects)
+    list_changes = look_at(model)
     model.flag = True
     model[1].eval()
-    places = {change.where for change in looked.list_changes()}
-    assert places == {"model.flag", "1.training"}
+    assert set(list_changes()) == {"model.flag", "1.training"}
 
 
 def test_values_of_a_loss_that_have_one_name_are_all_seen() -> None:
     """Story: a change of a bound argument was not seen beside a global of its name."""
-    model = torch.nn.Linear(2, 2)
     bound = torch.ones(1)
-    loss = functools.partial(multiply, factor=bound)
-    objects = seam.Objects(model, torch.optim.SGD(model.parameters(), 0.1), loss)
-    looked = seam.Seam("poptorch", objects)
+    list_changes = look_at(nn.Linear(2, 2), functools.partial(multiply, factor=bound))
     bound.mul_(2)
-    assert [change.where for change in looked.list_changes()] == ["loss.factor"]
+    assert list_changes() == ["loss.factor"]
     factor.mul_(2)
-    places = [change.where for change in looked.list_changes()]
-    assert places == ["loss.factor", "loss.factor (2)"]
+    assert list_changes() == ["loss.factor", "loss.factor (2)"]
 
 
 # ---- changes in `whole_model`
@@ -608,7 +488,7 @@ def test_values_of_a_loss_that_have_one_name_are_all_seen() -> None:
 
 def test_checksums_of_a_model_see_complex_buffers_and_the_order_of_rows() -> None:
     """Story: two sums told whether weights had changed: of real tensors alone, whatever the order."""
-    model = torch.nn.Linear(2, 2)
+    model = nn.Linear(2, 2)
     model.register_buffer("phase", torch.tensor([1j]))
     before = seam.compute_checksums(model)
     model.weight.data.copy_(model.weight.data.flip(0))

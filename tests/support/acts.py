@@ -22,7 +22,6 @@ from typing import (
     List,
     Mapping,
     NamedTuple,
-    Optional,
     Sequence,
     Tuple,
 )
@@ -84,7 +83,7 @@ class Scene(NamedTuple):
 
     model: nn.Sequential
     optimizer: torch.optim.Optimizer
-    pipe: Optional[ipu_pipe.Pipeline]
+    pipe: Any
     box: Dict[str, Any]
 
     def get_loss(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -125,6 +124,12 @@ OPTIMIZERS: Dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+BACKEND_KEYS: Dict[str, Dict[str, Any]] = {
+    "distributed": {"deadline": 60},
+    "poptorch": {"backend_args": {"ipu": {"device_iterations": 1}}},
+}
+
+
 def get_dtype(walk: Walk, backend: str = "emulator") -> torch.dtype:
     """Return the widest dtype of a walk on a backend."""
     return torch.float32 if backend == "poptorch" or walk.has_masters else torch.float64
@@ -148,11 +153,6 @@ def make_scene(
         def compute_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return box["weight"] * F.cross_entropy(output, y)
 
-        more: Dict[str, Any] = {"deadline": 60} if backend == "distributed" else {}
-        if backend == "poptorch":
-            more = {"backend_args": {"ipu": {"device_iterations": 1}}}
-        if walk.has_masters:
-            more["precision"] = "bfloat16_mixed"
         pipe = ipu_pipe.Pipeline(
             model,
             compute_loss,
@@ -163,7 +163,8 @@ def make_scene(
             replicas=walk.replicas,
             method_args=walk.args,
             backend=backend,
-            **more,
+            **BACKEND_KEYS.get(backend, {}),
+            **({"precision": "bfloat16_mixed"} if walk.has_masters else {}),
         )
     return Scene(model, optimizer, pipe, box)
 
@@ -209,7 +210,7 @@ def evaluate_in_evaluation_mode(scene: Scene) -> None:
 def hold_whole_model(scene: Scene) -> None:
     if scene.pipe is not None:
         with scene.pipe.whole_model(everywhere=True) as model:
-            assert model is not None and not any(p.isnan().any() for p in model.parameters())
+            assert not any(p.isnan().any() for p in model.parameters())
 
 
 def load_own_state(scene: Scene) -> None:
@@ -534,16 +535,12 @@ def act_on_all_ranks(act: Callable[[Scene], Any], scene: Scene) -> None:
         raise RuntimeError(max(lines))
 
 
-def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
+def train_by_pipeline(walk: Walk, **keys: Any) -> Any:
     """Train by a pipeline with the acts of a walk. Return the weights and buffers, or `Refused` at
-    the first act that is refused, by itself or at the next step.
-
-    `reuses`: the caller overwrites the batch after its step.
+    the first act that is refused, by itself or at the next step. The caller overwrites each batch after its step.
     """
     scene = make_scene(walk, **keys)
-    pipe = scene.pipe
-    assert pipe is not None
-    after = -1
+    pipe, after = scene.pipe, -1
     try:
         for act in walk.plan.get(-1, []):
             act_on_all_ranks(ACTS[act], scene)
@@ -557,12 +554,10 @@ def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
             after = k
             for act in walk.plan.get(k, []):
                 act_on_all_ranks(ACTS[act], scene)
-            if reuses:
-                x.fill_(9.0)
+            x.fill_(9.0)
         if walk.has_masters:
             # the model has its masters inside this context alone
             with pipe.whole_model(everywhere=True) as model:
-                assert model is not None
                 masters = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         pipe.close()
     except (RuntimeError, BadInput) as error:
@@ -580,14 +575,12 @@ def train_by_pipeline(walk: Walk, reuses: bool = False, **keys: Any) -> Any:
         if any(words in str(error) for words in ours):
             return Refused(str(error), after)
         raise
-    return widen(masters, walk) if walk.has_masters else scene.model.state_dict()
+    return widen(masters if walk.has_masters else scene.model.state_dict(), walk)
 
 
 def is_equal(first: Weights, second: Weights) -> bool:
     """Return whether weights and buffers are the same to the last bit."""
-    return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
+    return is_near(first, second, 0.0)
 
 
 def is_near(first: Weights, second: Weights, tolerance: float) -> bool:
@@ -753,6 +746,5 @@ def compare_walk(weights: Any, walk: Walk, tolerance: float = 0.0) -> Outcome:
         return Outcome("refused", weights.line, walk)
     # the literal replay adds the two terms of spike compensation in another order
     tolerance = max(tolerance, 1e-12 if "spike_compensation" in walk.args else 0.0)
-    expected = compute_expected(walk)
-    is_right = is_near(weights, expected, tolerance) if tolerance else is_equal(weights, expected)
+    is_right = is_near(weights, compute_expected(walk), tolerance)
     return Outcome("equal" if is_right else "differs", "", walk)
