@@ -25,15 +25,6 @@ jax = pytest.importorskip("jax", reason="xla needs jax: pip install 'ipu_pipe[xl
 from ipu_pipe.backends.xla import devices as xla_devices  # noqa: E402
 from ipu_pipe.backends.xla.slots import SlotPlayer  # noqa: E402
 
-CASES = [
-    "gpipe",
-    "zb_h1",
-    "pipedream",
-    "pipedream_2bw",
-    "pipemare",
-    "pipelined_backprop",
-    "spectrain",
-]
 SLOT = ["backend.program=slot", "method=pipelined_backprop", "log.trace=null"]
 # the methods whose old versions are those of the table; others hold corrected copies
 UNCORRECTED = ("gpipe", "zb_h1", "pipedream", "pipedream_2bw", "pipelined_backprop")
@@ -57,17 +48,9 @@ def assert_within(results: Dict[str, Any], bound: float) -> None:
         assert max(result.values()) < bound, (case, result)
 
 
-def test_two_devices_train_to_the_emulators_weights() -> None:
-    assert_within(run_cases("compare_short", "gpipe", "pipedream"), 1e-12)
-
-
-def test_slots_train_to_the_emulators_weights() -> None:
-    assert_within(run_cases("compare_slots", "rules"), 1e-12)
-
-
 @pytest.mark.slow
 def test_four_devices_train_to_the_emulators_weights_and_one_to_the_same_bits() -> None:
-    for case, result in run_cases("compare", *CASES).items():
+    for case, result in run_cases("compare").items():
         assert result.pop("one_device") is True, case
         assert max(result.values()) < 1e-12, (case, result)
 
@@ -86,10 +69,8 @@ def test_four_devices_train_to_the_emulators_weights_in_single_precision() -> No
 
 @pytest.mark.slow
 def test_loops_train_to_the_emulators_weights() -> None:
-    """Positions, masks, states and dropout of models of ours, Hugging Face's, timm's and torch's."""
-    for case, result in run_cases("compare_loop").items():
-        # a Llama computes its norms and positions in float32, whatever its weights are
-        assert max(result.values()) < (1e-6 if case == "llama" else 1e-12), (case, result)
+    """Positions, masks, states and dropout; tests/test_families.py has more models of Hugging Face's."""
+    assert_within(run_cases("compare_loop"), 1e-12)
 
 
 @pytest.mark.slow
@@ -113,7 +94,7 @@ def test_another_process_compiles_nothing_again(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     programs = []
     for _ in range(2):
-        assert_within(run_cases("compare_short", "gpipe"), 1e-12)
+        run_cases("compare", "gpipe")
         programs.append({file.name for file in tmp_path.rglob("*-cache")})
     assert programs[0] and programs[0] == programs[1]
 
@@ -158,10 +139,7 @@ def test_a_trace_says_when_each_action_ran(tmp_path: Path) -> None:
         (["optimizer={name: torch.optim.RMSprop}"], "optimizer.name"),
         (["precision=bfloat16"], "precision"),
         (["backend.devices=64"], "backend.devices"),
-        (
-            ["backend.platform=tpu"],
-            "backend.platform: tpu: jax has no such platform here: on a TPU VM",
-        ),
+        (["backend.platform=tpu"], "backend.platform: tpu: jax has no such platform here"),
         (["backend.program=slot"], "backend.program: slot: method: pipedream"),
         (["backend.program=slot"], "backend.program: slot: log.trace"),
         ([*SLOT, "method_args={warmup: {epochs: 1}}"], "backend.program: slot: method_args.warmup"),

@@ -61,23 +61,19 @@ SPECIAL = fill(0.0, -0.0, 1.5, -2.5, NAN, INFINITY, -INFINITY)
 
 
 def list_masked_backwards() -> List[Call]:
-    """Return the backwards of a convolution and of a transposed one, each of one gradient."""
-    calls = []
-    for settings in (
-        [[2, 3], [1, 0], [1, 2], transposed, [0, 0], 2] for transposed in (True, False)
-    ):
-        x, weight = draw(2, 4, 7, 9), draw(4, 2, 3, 2)
-        y = torch.ops.aten.convolution.default(x, weight, None, *settings)
-        for mask in ([True, False, False], [False, True, False], [False, False, True]):
-            bias_sizes = [y.shape[1]] if mask[2] else None
-            calls.append(call(draw(*y.shape), x, weight, bias_sizes, *settings, mask))
-    return calls
+    """Return the backwards of a transposed convolution, each of one gradient."""
+    settings = [[2, 3], [1, 0], [1, 2], True, [0, 0], 2]
+    x, weight = draw(2, 4, 7, 9), draw(4, 2, 3, 2)
+    y = torch.ops.aten.convolution.default(x, weight, None, *settings)
+    return [
+        call(draw(*y.shape), x, weight, [y.shape[1]], *settings, [i == only for i in range(3)])
+        for only in range(3)
+    ]
 
 
 # settings of an average pool of 7 x 8: with a stride that leaves out the last elements
 AVERAGES: List[List[Any]] = [
     [[2, 2], [3, 3], [1, 1], True, False, None],
-    [[3, 3], [2, 2], [1, 1], False, False, None],
     # the padding counts, but not what is behind it
     [[4, 4], [3, 3], [1, 1], True, True, None],
     [[2, 2], [3, 4], [0, 0], False, True, None],
@@ -139,7 +135,7 @@ EMPTY: Dict[str, List[Call]] = {
 # ---- the table
 
 SLICED = draw(5, 6)
-SLICES: List[Tuple[Any, ...]] = [(1, None, 2), (-1, 1, 3), (0, 2, 100), (-2, -5, -1, 2)]
+SLICES: List[Tuple[Any, ...]] = [(1, None, 2), (-2, -5, -1, 2)]
 WITH_SCALARS = [
     *[call(draw(2, 3), number) for number in (2, -0.5)],
     *[call(draw(2, 3, dtype=INT), number) for number in (2, 0.5)],
@@ -168,7 +164,6 @@ CASES: Dict[str, List[Call]] = {
     "aten.elu.default": [call(draw(9), 1.5, 1.1, 0.7)],
     "aten.convolution.default": [
         call(draw(0, 3, 6, 5), draw(4, 3, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
-        call(draw(2, 4, 9), draw(4, 1, 3), None, [2], [2], [2], False, [0], 4),
     ],
     "aten.convolution_backward.default": list_masked_backwards(),
     "aten.max_pool2d_with_indices.default": [
@@ -224,16 +219,12 @@ def make_special(one: Call) -> Call:
 
 def list_calls(name: str, samples: Dict[str, List[Call]]) -> List[Call]:
     """Return the calls of an operation: torch's samples, on special values, and those by hand."""
-    calls = [one for one in samples[name] if not find_faults(name, one)]
+    # some are refused
+    calls = [one for one in samples[name] if not list_missing(build_graph(name, [one])[0])]
     is_pointwise = torch.Tag.pointwise in find_operation(name).tags
     if is_pointwise and name not in UNORDERED:
         calls += map(make_special, samples[name][:2])
     return [*calls, *CASES.get(name, [])]
-
-
-def find_faults(name: str, one: Call) -> List[str]:
-    """Return why a call is refused."""
-    return list_missing(build_graph(name, [one])[0])
 
 
 # ---- comparison

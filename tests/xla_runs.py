@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import ipu_pipe
@@ -25,6 +26,7 @@ from ipu_pipe.run.build import build
 from ipu_pipe.schedule.versions import VersionTable, count_weight_copies
 from models.resnet import preact_resnet20
 from models.transformer import transformer_lm
+from tests.support.models import Composed
 from tests.support.runs import DIGITS, find_checkpoint, read_column, read_state
 
 ADAMW = "optimizer={name: adamw, lr: 0.001, weight_decay: 0.1}"
@@ -86,9 +88,13 @@ def measure_state_distance(a: Dict[str, Any], b: Dict[str, Any]) -> float:
     return max(float((t.double() - b[name].double()).abs().max()) for name, t in a.items())
 
 
-def compare_short(settings: List[str]) -> Dict[str, Any]:
-    """Return how far two devices are from the emulator, as a share of the weights' movement."""
-    return _compare([*settings, "stages=2"], "backend.name=xla", "backend.devices=2")
+def measure_share(first: Dict[str, Any], expected: Dict[str, Any], actual: Dict[str, Any]) -> float:
+    """Return how far weights are from the expected ones, as a share of their movement from the first ones."""
+    difference, movement = (
+        sum(float((expected[n] - other[n]).double().square().sum()) for n in first)
+        for other in (actual, first)
+    )
+    return (difference / movement) ** 0.5
 
 
 def compare(settings: List[str]) -> Dict[str, Any]:
@@ -100,11 +106,8 @@ def compare(settings: List[str]) -> Dict[str, Any]:
 def _compare(settings: List[str], *others: str) -> Dict[str, Any]:
     first, expected, losses = train(settings)
     _, state, xla_losses = train(settings, *others)
-    pairs = [(expected.model[name], state.model[name], first[name]) for name in first]
-    difference = sum(float((a - b).square().sum()) for a, b, _ in pairs) ** 0.5
-    movement = sum(float((a - c).square().sum()) for a, _, c in pairs) ** 0.5
     return {
-        "weights": difference / movement,
+        "weights": measure_share(first, expected.model, state.model),
         "losses": max(abs(a - b) for a, b in zip(losses, xla_losses)),
         "optimizer": measure_state_distance(expected.optimizer, state.optimizer),
     }
@@ -235,9 +238,10 @@ def go_on(cut: Cut) -> Dict[str, Any]:
 class Loop(NamedTuple):
     """A model, its microbatches' inputs, an optimizer and the pipeline's settings."""
 
-    make_model: Callable[[], torch.nn.Module]
+    make_model: Callable[[], nn.Module]
     draw: Callable[[], Tuple[torch.Tensor, torch.Tensor]]
     make_optimizer: Callable[[Any], torch.optim.Optimizer]
+    method: str
     settings: Dict[str, Any]
 
 
@@ -252,19 +256,14 @@ def _make_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-3)
 
 
-class Lstm(torch.nn.Module):
-    """Classify words by an LSTM of two layers in both directions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = torch.nn.Embedding(WORDS, 8)
-        self.lstm = torch.nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True)
-        self.head = torch.nn.Linear(16, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the last word."""
-        scores: torch.Tensor = self.head(self.lstm(self.words(x))[0][:, -1])
-        return scores
+def _make_lstm() -> nn.Module:
+    """Make a classifier of the last word by an LSTM of two layers in both directions."""
+    return Composed(
+        lambda m, x: m.head(m.lstm(m.words(x))[0][:, -1]),
+        words=nn.Embedding(WORDS, 8),
+        lstm=nn.LSTM(8, 8, 2, batch_first=True, bidirectional=True),
+        head=nn.Linear(16, CLASSES),
+    )
 
 
 def _draw_text() -> Tuple[torch.Tensor, torch.Tensor]:
@@ -272,7 +271,7 @@ def _draw_text() -> Tuple[torch.Tensor, torch.Tensor]:
 
 
 def _draw_classes() -> Tuple[torch.Tensor, torch.Tensor]:
-    return torch.randint(0, WORDS, (8, 8)), torch.randint(0, CLASSES, (8,))
+    return _draw_text()[0], torch.randint(0, CLASSES, (8,))
 
 
 def _draw_photos() -> Tuple[torch.Tensor, torch.Tensor]:
@@ -280,20 +279,19 @@ def _draw_photos() -> Tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(32, 3, 32, 32, dtype=torch.float64), torch.randint(0, CLASSES, (32,))
 
 
-def _make_third_party(name: str, **settings: float) -> torch.nn.Module:
-    # the libraries take seconds to import
-    from tests import third_party_models
-
-    model: torch.nn.Module = getattr(third_party_models, f"make_{name}")(**settings)
-    return model
+def _make_resnet() -> nn.Module:
+    return preact_resnet20(norm="batch")
 
 
-def _make_gpt2() -> torch.nn.Module:
+def _make_gpt2() -> nn.Module:
+    # the library takes seconds to import
+    from tests.third_party_models import make_gpt2
+
     # its attention draws with torch's function, not with a module
-    return _make_third_party("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return make_gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
 
-def _make_lm() -> torch.nn.Module:
+def _make_lm() -> nn.Module:
     return transformer_lm(WORDS, width=16, heads=2, blocks=4, context=8, dropout=0.2)
 
 
@@ -301,31 +299,12 @@ _THREE = {"backend_args": {}, "stages": 3, "microbatches": 4}
 _FOUR = {"backend_args": {"devices": 4}, "stages": 4, "microbatches": 4}
 _SLOTS = {"backend_args": {"devices": 1, "program": "slot"}, "stages": 6, "microbatches": 1}
 LOOPS: Dict[str, Loop] = {
-    name: Loop(make, draw, make_optimizer, {**settings, "method": method})
-    for name, make, draw, make_optimizer, settings, method in [
-        # first, since jax begins with the devices of the first loop
-        (
-            "resnet20",
-            lambda: preact_resnet20(norm="batch"),
-            _draw_photos,
-            _make_sgd,
-            _FOUR,
-            "pipemare",
-        ),
-        ("transformer", _make_lm, _draw_text, _make_adamw, _FOUR, "pipedream_2bw"),
-        ("gpt2", _make_gpt2, _draw_text, _make_sgd, _THREE, "pipedream_2bw"),
-        ("llama", lambda: _make_third_party("llama"), _draw_text, _make_sgd, _THREE, "gpipe"),
-        ("lstm", Lstm, _draw_classes, _make_sgd, _THREE, "pipedream"),
-        (
-            "timm_resnet",
-            lambda: _make_third_party("timm_resnet"),
-            _draw_photos,
-            _make_sgd,
-            _THREE,
-            "pipedream",
-        ),
-        ("transformer_slots", _make_lm, _draw_text, _make_adamw, _SLOTS, "pipelined_backprop"),
-    ]
+    # first, since jax begins with the devices of the first loop
+    "resnet20": Loop(_make_resnet, _draw_photos, _make_sgd, "pipemare", _FOUR),
+    "transformer": Loop(_make_lm, _draw_text, _make_adamw, "pipedream_2bw", _FOUR),
+    "gpt2": Loop(_make_gpt2, _draw_text, _make_sgd, "pipedream_2bw", _THREE),
+    "lstm": Loop(_make_lstm, _draw_classes, _make_sgd, "pipedream", _THREE),
+    "transformer_slots": Loop(_make_lm, _draw_text, _make_adamw, "pipelined_backprop", _SLOTS),
 }
 
 
@@ -334,12 +313,12 @@ def train_loop(loop: Loop, backend: str) -> Tuple[Dict[str, Any], Dict[str, Any]
     torch.manual_seed(0)
     model = loop.make_model().double()
     first = {name: t.clone() for name, t in model.state_dict().items()}
-    settings = dict(loop.settings)
+    settings = {**loop.settings, "method": loop.method, "backend": backend}
     if backend == "emulator":
         del settings["backend_args"]
     optimizer = loop.make_optimizer(model.parameters())
     losses = []
-    with ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, backend=backend, **settings) as pipe:
+    with ipu_pipe.Pipeline(model, F.cross_entropy, optimizer, **settings) as pipe:
         for _ in range(STEPS):
             losses += [update.loss for update in pipe.step(*loop.draw())]
         losses += [update.loss for update in pipe.drain()]
@@ -352,18 +331,16 @@ def compare_loop(loop: Loop) -> Dict[str, Any]:
     """
     first, expected, losses = train_loop(loop, "emulator")
     _, state, xla_losses = train_loop(loop, "xla")
-    difference = sum(float((expected[n] - state[n]).double().square().sum()) for n in first) ** 0.5
-    movement = sum(float((expected[n] - first[n]).double().square().sum()) for n in first) ** 0.5
     assert len(losses) == len(xla_losses) == STEPS
     return {
-        "state": difference / movement,
+        "state": measure_share(first, expected, state),
         "losses": max(abs(a - b) for a, b in zip(losses, xla_losses)),
     }
 
 
 # work -> the table of its cases
 WORK: Dict[Callable[..., Dict[str, Any]], Dict[str, Any]] = {
-    **dict.fromkeys((compare_short, compare, compare_float32, count_versions), CASES),
+    **dict.fromkeys((compare, compare_float32, count_versions), CASES),
     **dict.fromkeys((compare_slots, drain_slots), SLOT_CASES),
     go_on: CUTS,
     compare_loop: LOOPS,
