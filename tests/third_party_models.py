@@ -9,16 +9,11 @@ import torch
 from torch import nn
 
 from ipu_pipe.data.sources import TensorData
+from tests import third_party_zoo as zoo
 from tests import vision_libraries as vision
 from tests.third_party import transformers
+from tests.third_party_zoo import CLASSES, LENGTH, WORDS
 
-CLASSES, WORDS, LENGTH = 5, 50, 8
-_SIZES: Dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-}
 _IMAGE: Dict[str, Any] = {
     "img_size": 16,
     "patch_size": 8,
@@ -38,28 +33,21 @@ class LogitsModel(nn.Module):
         self.model = model
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(x).logits
-        return logits.transpose(1, 2) if logits.dim() == 3 else logits
+        return zoo.take_scores(self.model(x))
 
 
-def make_resnet18() -> nn.Module:
-    return vision.torchvision.models.resnet18(num_classes=CLASSES)  # type: ignore[no-any-return]
+make_resnet18 = zoo.TORCHVISION["resnet18"].build
+# two more heads in training
+make_googlenet = zoo.TORCHVISION["googlenet"].build
+make_densenet = zoo.TORCHVISION["densenet"].build
+# the memory layout of its gradients differs from that of its activations
+make_convnext = zoo.TORCHVISION["convnext"].build
 
 
-def make_vision_transformer() -> nn.Module:
-    """Return a ViT with dropout in attention, too."""
-    return vision.torchvision.models.VisionTransformer(  # type: ignore[no-any-return]
-        16, 8, 4, 2, 16, 32, dropout=0.1, attention_dropout=0.1, num_classes=CLASSES
-    )
-
-
-def make_googlenet() -> nn.Module:
-    """Return a GoogLeNet, which has two more heads in training."""
-    return vision.torchvision.models.GoogLeNet(num_classes=CLASSES, init_weights=False)  # type: ignore[no-any-return]
-
-
-def make_densenet() -> nn.Module:
-    return vision.torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)  # type: ignore[no-any-return]
+# with dropout in attention, too
+make_vision_transformer = zoo.make_vision_row(
+    "VisionTransformer", 16, 8, 4, 2, 16, 32, 0.1, 0.1
+).build
 
 
 def make_timm_resnet() -> nn.Module:
@@ -86,52 +74,31 @@ def make_timm_convnext() -> nn.Module:
     )  # type: ignore[no-any-return]
 
 
-def make_convnext() -> nn.Module:
-    """Return a ConvNeXt: the memory layout of its gradients differs from that of its
-    activations."""
-    make = vision.torchvision.models.convnext.CNBlockConfig
-    return vision.torchvision.models.ConvNeXt(
-        [make(8, 16, 2), make(16, None, 2)], num_classes=CLASSES
-    )  # type: ignore[no-any-return]
-
-
 def make_timm_cait() -> nn.Module:
     return vision.timm.models.Cait(**_IMAGE)  # type: ignore[attr-defined,no-any-return]
 
 
 def make_mixtral() -> nn.Module:
     """Return a Mixtral, whose experts keep their weights in one tensor."""
-    experts: Any = {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.MixtralConfig(**_SIZES, **experts, vocab_size=WORDS, use_cache=False)
-    return LogitsModel(transformers.MixtralForCausalLM(config))
+    return LogitsModel(zoo.TRANSFORMERS["mixtral"].build())
 
 
 def make_hf_vit() -> nn.Module:
-    config = transformers.ViTConfig(**_SIZES, num_labels=CLASSES, image_size=16, patch_size=8)
-    return LogitsModel(transformers.ViTForImageClassification(config))
+    return LogitsModel(zoo.make_image_row("ViT", zoo.IMAGE, image_size=16).build())
 
 
 def make_bert() -> nn.Module:
-    words: Any = {"vocab_size": WORDS, "max_position_embeddings": 16}
-    config = transformers.BertConfig(**_SIZES, **words, num_labels=CLASSES)
-    return LogitsModel(transformers.BertForSequenceClassification(config))
+    return LogitsModel(zoo.TRANSFORMERS["bert"].build())
 
 
 def make_gpt2(**settings: Any) -> nn.Module:
     """Return a GPT-2 whose embedding and head are separate weights."""
-    sizes: Any = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2}
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(
-        **{"tie_word_embeddings": False, "use_cache": False, **sizes, **tokens, **settings}
-    )
-    return LogitsModel(transformers.GPT2LMHeadModel(config))
+    return LogitsModel(zoo.make_causal_row("GPT2", zoo.GPT, **settings).build())
 
 
 def make_llama() -> nn.Module:
     """Return a Llama whose embedding and head are separate weights."""
-    words: Any = {"vocab_size": WORDS, "max_position_embeddings": 16, "tie_word_embeddings": False}
-    config = transformers.LlamaConfig(**_SIZES, **words, use_cache=False)
-    return LogitsModel(transformers.LlamaForCausalLM(config))
+    return LogitsModel(zoo.TRANSFORMERS["llama"].build())
 
 
 def make_words(classes: bool) -> TensorData:

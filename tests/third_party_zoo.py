@@ -8,7 +8,7 @@ and return scores (b, words, 8), or (b, 5) for a text; those with an encoder and
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Tuple
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from ipu_pipe.data import DataSource, from_loader
 from tests import vision_libraries as vision
 from tests.third_party import transformers
 
-CLASSES, WORDS, LENGTH, SAMPLES = 5, 48, 8, 16
+CLASSES, WORDS, LENGTH, SAMPLES = 5, 50, 8, 16
 
 
 def take_scores(output: Any) -> torch.Tensor:
@@ -71,19 +71,19 @@ def make_zoo_source(model: ZooModel) -> DataSource:
     y = label if model.family in ("images", "text classes") else following
     samples: Any = list(zip(inputs.get("x", ()), y))
     if "x" not in inputs:
-        samples = [
-            {**{name: value[i] for name, value in inputs.items()}, "labels": y[i]}
-            for i in range(SAMPLES)
-        ]
+        columns = {**inputs, "labels": y}
+        samples = [dict(zip(columns, row)) for row in zip(*columns.values())]
     return from_loader(DataLoader(samples, batch_size=2), DataLoader(samples[:4], batch_size=2))
 
 
 # ---- torchvision: the published networks, narrower where the library allows it
 
 
-def _make_vision_row(name: str, size: int = 32, **args: Any) -> ZooModel:
+def make_vision_row(name: str, *args: Any, size: int = 32, **settings: Any) -> ZooModel:
+    """Return a row of a function or class of torchvision."""
     return ZooModel(
-        lambda: getattr(vision.torchvision.models, name)(num_classes=CLASSES, **args), size=size
+        lambda: getattr(vision.torchvision.models, name)(*args, num_classes=CLASSES, **settings),
+        size=size,
     )
 
 
@@ -129,26 +129,18 @@ def _make_vision_swin(version: str) -> nn.Module:
 TORCHVISION: Dict[str, ZooModel] = {
     "alexnet": ZooModel(_make_alexnet, size=224),
     "convnext": ZooModel(_make_vision_convnext),
-    "densenet": ZooModel(
-        lambda: vision.torchvision.models.DenseNet(8, (2, 2), 8, num_classes=CLASSES, drop_rate=0.1)
-    ),
-    "efficientnet_b0": _make_vision_row("efficientnet_b0"),
-    "googlenet": _make_vision_row("googlenet", init_weights=False),
-    "maxvit": ZooModel(
-        lambda: vision.torchvision.models.MaxVit(
-            (32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1, num_classes=CLASSES
-        )
-    ),
-    "mobilenet_v2": _make_vision_row("mobilenet_v2", width_mult=0.25),
-    "resnet18": _make_vision_row("resnet18"),
-    "squeezenet1_1": _make_vision_row("squeezenet1_1"),
+    "densenet": make_vision_row("DenseNet", 8, (2, 2), 8, drop_rate=0.1),
+    "efficientnet_b0": make_vision_row("efficientnet_b0"),
+    "googlenet": make_vision_row("googlenet", init_weights=False),
+    "maxvit": make_vision_row("MaxVit", (32, 32), 16, 4, [16, 16], [1, 1], 8, 0.1),
+    "mobilenet_v2": make_vision_row("mobilenet_v2", width_mult=0.25),
+    "resnet18": make_vision_row("resnet18"),
+    "squeezenet1_1": make_vision_row("squeezenet1_1"),
     "swin": ZooModel(lambda: _make_vision_swin("1")),
     "swin_v2": ZooModel(lambda: _make_vision_swin("2")),
     "vgg": ZooModel(lambda: _make_vgg(False)),
     "vgg_bn": ZooModel(lambda: _make_vgg(True)),
-    "vit": ZooModel(
-        lambda: vision.torchvision.models.VisionTransformer(32, 8, 4, 2, 16, 32, 0.1, 0.1, CLASSES)
-    ),
+    "vit": make_vision_row("VisionTransformer", 32, 8, 4, 2, 16, 32, 0.1, 0.1),
 }
 
 # ---- timm
@@ -231,7 +223,7 @@ _LLAMA: Dict[str, Any] = {**_BERT, "num_key_value_heads": 1}
 _EXPERTS: Dict[str, Any] = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 _MOE: Dict[str, Any] = {**_LLAMA, **_EXPERTS, "moe_intermediate_size": 16}
 _HEAD: Dict[str, Any] = {"head_dim": 8}
-_GPT: Dict[str, Any] = {
+GPT: Dict[str, Any] = {
     "vocab_size": WORDS,
     "n_positions": 16,
     "n_embd": 16,
@@ -248,7 +240,7 @@ _BART: Dict[str, Any] = {
     "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 16,
     "decoder_start_token_id": 2, **_TOKENS,
 }  # fmt: skip
-_IMAGE: Dict[str, Any] = {
+IMAGE: Dict[str, Any] = {
     "image_size": 32, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2,
     "intermediate_size": 32,
 }  # fmt: skip
@@ -256,16 +248,16 @@ _TIED = {"tie_word_embeddings": True}
 
 
 def _make_transformers_row(
-    prefix: str, head: str, family: str, config: Optional[Dict[str, Any]] = None, **extra: Any
+    prefix: str, config: Mapping[str, Any] = {}, *, head: str, family: str, **extra: Any
 ) -> ZooModel:
     """Return a row of transformers, built from `prefix`Config and `prefix`For`head`."""
 
     def build() -> nn.Module:
-        settings = {**(config or {}), **extra}
+        settings = {**config, **extra}
         if head in ("SequenceClassification", "ImageClassification"):
             settings = {"num_labels": CLASSES, **settings}
         else:
-            settings = {"tie_word_embeddings": False, **settings, "use_cache": False}
+            settings = {"tie_word_embeddings": False, "use_cache": False, **settings}
         name = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}For{head}"
         # Gemma3Config is that of its model of texts and images
         config_name = "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config"
@@ -277,82 +269,80 @@ def _make_transformers_row(
     return ZooModel(build, family)
 
 
-_make_causal_row = functools.partial(_make_transformers_row, head="CausalLM", family="next words")
+make_causal_row = functools.partial(_make_transformers_row, head="CausalLM", family="next words")
 _make_text_row = functools.partial(
     _make_transformers_row, head="SequenceClassification", family="text classes"
 )
 _make_pair_row = functools.partial(
     _make_transformers_row, head="ConditionalGeneration", family="pairs of texts"
 )
-_make_image_row = functools.partial(
+make_image_row = functools.partial(
     _make_transformers_row, head="ImageClassification", family="images"
 )
 
 TRANSFORMERS: Dict[str, ZooModel] = {
-    "albert": _make_text_row("Albert", config=_BERT, embedding_size=16),
-    "bart": _make_pair_row("Bart", config=_BART),
-    "bart_tied": _make_pair_row("Bart", config={**_BART, **_TIED}),
-    "beit": _make_image_row("Beit", config=_IMAGE),
-    "bert": _make_text_row("Bert", config=_BERT),
-    "bloom": _make_causal_row("Bloom", config={"vocab_size": WORDS, "hidden_size": 16, "n_layer": 4, "n_head": 2, **_TOKENS}),
-    "convnext": _make_image_row("ConvNext", config={"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}),
-    "deberta_v2": _make_text_row("DebertaV2", config=_BERT, relative_attention=True, pos_att_type=["p2c", "c2p"],
+    "albert": _make_text_row("Albert", _BERT, embedding_size=16),
+    "bart": _make_pair_row("Bart", _BART),
+    "bart_tied": _make_pair_row("Bart", {**_BART, **_TIED}),
+    "beit": make_image_row("Beit", IMAGE),
+    "bert": _make_text_row("Bert", _BERT),
+    "bloom": make_causal_row("Bloom", {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 4, "n_head": 2, **_TOKENS}),
+    "convnext": make_image_row("ConvNext", {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}),
+    "deberta_v2": _make_text_row("DebertaV2", _BERT, relative_attention=True, pos_att_type=["p2c", "c2p"],
                          position_buckets=8),
-    "deepseek_v3": _make_causal_row("DeepseekV3", config={**_MOE, "num_key_value_heads": 2}, n_routed_experts=4,
+    "deepseek_v3": make_causal_row("DeepseekV3", {**_MOE, "num_key_value_heads": 2}, n_routed_experts=4,
                        n_shared_experts=1, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8,
                        qk_nope_head_dim=8,
                        qk_rope_head_dim=8, v_head_dim=8),
-    "deit": _make_image_row("DeiT", config=_IMAGE),
-    "dinov2": _make_image_row("Dinov2", config=_IMAGE),
+    "deit": make_image_row("DeiT", IMAGE),
+    "dinov2": make_image_row("Dinov2", IMAGE),
     "distilbert": _make_text_row("DistilBert", vocab_size=WORDS, dim=16, n_layers=4, n_heads=2, hidden_dim=32,
                          max_position_embeddings=16, pad_token_id=0),
-    "electra": _make_text_row("Electra", config=_BERT, embedding_size=16),
-    "falcon": _make_causal_row("Falcon", config={**_BERT, "num_kv_heads": 2}),
-    "gemma": _make_causal_row("Gemma", config=_LLAMA, **_HEAD),
-    "gemma2": _make_causal_row("Gemma2", config=_LLAMA, **_HEAD),
-    "gemma3": _make_causal_row("Gemma3", config=_LLAMA, **_HEAD, sliding_window=4,
+    "electra": _make_text_row("Electra", _BERT, embedding_size=16),
+    "falcon": make_causal_row("Falcon", {**_BERT, "num_kv_heads": 2}),
+    "gemma": make_causal_row("Gemma", _LLAMA, **_HEAD),
+    "gemma2": make_causal_row("Gemma2", _LLAMA, **_HEAD),
+    "gemma3": make_causal_row("Gemma3", _LLAMA, **_HEAD, sliding_window=4,
                    layer_types=["sliding_attention", "full_attention"] * 2),
-    "gpt2": _make_causal_row("GPT2", config=_GPT),
-    "gpt2_tied": _make_causal_row("GPT2", config={**_GPT, **_TIED}),
-    "gpt_neo": _make_causal_row("GPTNeo", config=_BERT, num_layers=4, num_heads=2, attention_types=[[["global", "local"], 2]],
+    "gpt2": make_causal_row("GPT2", GPT),
+    "gpt2_tied": make_causal_row("GPT2", {**GPT, **_TIED}),
+    "gpt_neo": make_causal_row("GPTNeo", _BERT, num_layers=4, num_heads=2, attention_types=[[["global", "local"], 2]],
                        window_size=4),
-    "gpt_neox": _make_causal_row("GPTNeoX", config=_BERT),
-    "gpt_oss": _make_causal_row("GptOss", config=_MOE, **_HEAD, sliding_window=4),
-    "gptj": _make_causal_row("GPTJ", config={**_GPT, "rotary_dim": 4}),
-    "llama": _make_causal_row("Llama", config=_LLAMA),
-    "llama_tied": _make_causal_row("Llama", config={**_LLAMA, **_TIED}),
-    "mamba2": _make_causal_row("Mamba2", config=_TOKENS, vocab_size=WORDS, hidden_size=16, num_hidden_layers=4, state_size=8,
+    "gpt_neox": make_causal_row("GPTNeoX", _BERT),
+    "gpt_oss": make_causal_row("GptOss", _MOE, **_HEAD, sliding_window=4),
+    "gptj": make_causal_row("GPTJ", {**GPT, "rotary_dim": 4}),
+    "llama": make_causal_row("Llama", _LLAMA),
+    "llama_tied": make_causal_row("Llama", {**_LLAMA, **_TIED}),
+    "mamba2": make_causal_row("Mamba2", _TOKENS, vocab_size=WORDS, hidden_size=16, num_hidden_layers=4, state_size=8,
                    num_heads=4, head_dim=8, expand=2, n_groups=1, chunk_size=4),
-    "mistral": _make_causal_row("Mistral", config=_LLAMA, sliding_window=4),
-    "mixtral": _make_causal_row("Mixtral", config=_MOE),
-    "mixtral_router": _make_causal_row("Mixtral", config=_MOE, output_router_logits=True)._replace(
+    "mistral": make_causal_row("Mistral", _LLAMA, sliding_window=4),
+    "mixtral": make_causal_row("Mixtral", _MOE),
+    "mixtral_router": make_causal_row("Mixtral", _MOE, output_router_logits=True)._replace(
         output=take_scores_and_router_loss, loss=add_router_loss
     ),
-    "olmo2": _make_causal_row("Olmo2", config=_LLAMA),
-    "opt": _make_causal_row("OPT", config=_TOKENS, vocab_size=WORDS, hidden_size=16, word_embed_proj_dim=16, num_hidden_layers=4,
+    "olmo2": make_causal_row("Olmo2", _LLAMA),
+    "opt": make_causal_row("OPT", _TOKENS, vocab_size=WORDS, hidden_size=16, word_embed_proj_dim=16, num_hidden_layers=4,
                    num_attention_heads=2, ffn_dim=32, max_position_embeddings=16),
-    "phi": _make_causal_row("Phi", config=_LLAMA),
-    "qwen3": _make_causal_row("Qwen3", config=_LLAMA, **_HEAD),
-    "qwen3_moe": _make_causal_row("Qwen3Moe", config=_MOE, **_HEAD),
-    "qwen3_next": _make_causal_row("Qwen3Next", config=_MOE, **_HEAD, shared_expert_intermediate_size=16,
+    "phi": make_causal_row("Phi", _LLAMA),
+    "qwen3": make_causal_row("Qwen3", _LLAMA, **_HEAD),
+    "qwen3_moe": make_causal_row("Qwen3Moe", _MOE, **_HEAD),
+    "qwen3_next": make_causal_row("Qwen3Next", _MOE, **_HEAD, shared_expert_intermediate_size=16,
                        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
                        layer_types=["linear_attention", "full_attention"] * 2),
-    "roberta": _make_text_row("Roberta", config=_BERT),
-    "swin": _make_image_row("Swin", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),
-    "t5": _make_pair_row("T5", config=_T5),
-    "t5_tied": _make_pair_row("T5", config={**_T5, **_TIED}),
-    "vit": _make_image_row("ViT", config=_IMAGE),
-    "whisper": _make_transformers_row("Whisper", "ConditionalGeneration", "speech", _BART, num_mel_bins=8, max_source_positions=8,
+    "roberta": _make_text_row("Roberta", _BERT),
+    "swin": make_image_row("Swin", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),
+    "t5": _make_pair_row("T5", _T5),
+    "t5_tied": _make_pair_row("T5", {**_T5, **_TIED}),
+    "vit": make_image_row("ViT", IMAGE),
+    "whisper": _make_transformers_row("Whisper", _BART, head="ConditionalGeneration", family="speech", num_mel_bins=8,
+                     max_source_positions=8,
                      max_target_positions=16),
-    "xlnet": _make_text_row("XLNet", config=_TOKENS, vocab_size=WORDS, d_model=16, n_layer=4, n_head=2, d_inner=32),
+    "xlnet": _make_text_row("XLNet", _TOKENS, vocab_size=WORDS, d_model=16, n_layer=4, n_head=2, d_inner=32),
 }  # fmt: skip
 
+LIBRARIES = {"torchvision": TORCHVISION, "timm": TIMM, "transformers": TRANSFORMERS}
 MODELS: Dict[str, ZooModel] = {
     f"{library}-{name}": model
-    for library, models in (
-        ("torchvision", TORCHVISION),
-        ("timm", TIMM),
-        ("transformers", TRANSFORMERS),
-    )
+    for library, models in LIBRARIES.items()
     for name, model in models.items()
 }
