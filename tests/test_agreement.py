@@ -13,7 +13,6 @@ from torch import nn
 
 import ipu_pipe
 from ipu_pipe.backends.ranks import run_on_main
-from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.run import loop
 from ipu_pipe.store import checkpoint
@@ -43,12 +42,12 @@ def make_net_arguments(model: nn.Module, **keys: Any) -> Dict[str, Any]:
     torch.manual_seed(1)
     settings: Dict[str, Any] = {
         "method": "gpipe", "steps": 2, "gradient_accumulation": 2, "stages": ["c"], "log": {"tensorboard": False},
+        "backend": {"name": "distributed", "deadline": 60}, **keys,
     }  # fmt: skip
     batches = [(torch.randn(4, 6), torch.arange(4) % 3) for _ in range(4)]
-    config = ipu_pipe.configure(**{**settings, **keys})
-    config = config.model_copy(update={"backend": BackendConfig(name="distributed", deadline=60)})
     return {
-        "config": config, "model": model, "data": ipu_pipe.from_loader(batches, batches[:1]), "optimizer": SGD, "quiet": True,
+        "config": ipu_pipe.configure(**settings), "model": model, "data": ipu_pipe.from_loader(batches, batches[:1]),
+        "optimizer": SGD, "quiet": True,
     }  # fmt: skip
 
 
@@ -64,11 +63,7 @@ def freeze_first_weight(model: nn.Module) -> None:
 # difference -> (function that changes a model or returns another; beginning of the line; value on each rank)
 DIFFERENCES: Dict[str, Any] = {
     "shape": (lambda model: Net(width=5), "model: a.weight: shape: ", ("(6, 6)", "(5, 6)")),
-    "dtype": (
-        lambda model: model.double(),
-        "model: a.weight: dtype: ",
-        ("torch.float32", "torch.float64"),
-    ),
+    "dtype": (nn.Module.double, "model: a.weight: dtype: ", ("torch.float32", "torch.float64")),
     "requires_grad": (freeze_first_weight, "model: a.weight: requires_grad: ", ("True", "False")),
     "name": (lambda model: Net("d"), "model: b.weight: shape: ", ("(6, 6)", "nothing")),
     "mode": (lambda model: model.a.eval() and None, "model: a: training: ", ("True", "False")),
@@ -105,14 +100,14 @@ def check_refusals(rank: int, folder: Path, keys: Dict[str, Any]) -> None:
     assert fault.startswith("loss: weight: values")
 
 
-def test_ranks_with_other_models_are_refused_by_the_first_difference(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ranks, keys", [(2, {}), pytest.param(4, {"replicas": 2}, marks=pytest.mark.slow)]
+)
+def test_ranks_with_other_models_are_refused_by_the_first_difference(
+    ranks: int, keys: Dict[str, Any], tmp_path: Path
+) -> None:
     """Story: other shapes ended in gloo's abort ("rank 1 is lost"), and with other values each stage trained its rank's."""
-    run_in_group(2, check_refusals, tmp_path, {})
-
-
-@pytest.mark.slow
-def test_replicas_with_other_models_are_refused_by_the_first_difference(tmp_path: Path) -> None:
-    run_in_group(4, check_refusals, tmp_path, {"replicas": 2})
+    run_in_group(ranks, check_refusals, tmp_path, keys)
 
 
 def train_again(rank: int, folder: Path) -> None:
@@ -173,19 +168,17 @@ def fail_on_rank_0_alone(rank: int, folder: Path) -> None:
         with pytest.raises(expected, match="disk full"):
             run_on_main(fail)
     for name, (place, keys) in REFUSED.items():
-        arguments = make_net_arguments(Net(), **keys)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
                 patch.setattr(*place, refuse_to_write)
             with pytest.raises((OSError, RunFault), match="disk full"):
-                ipu_pipe.train(out=folder / name, **arguments)
+                ipu_pipe.train(out=folder / name, **make_net_arguments(Net(), **keys))
     with pytest.raises(RunFault if rank else ZeroDivisionError, match="division by zero"):
         ipu_pipe.train(out=folder / "state", callbacks=[Unsaved()], **make_net_arguments(Net()))
     # between two passes, for which rank 1 waits; both ranks live on until both have ended their runs
     with pytest.raises(RunFault if rank else ZeroDivisionError, match="rank 0|division by zero"):
-        arguments = make_net_arguments(Net(), log=LINES)
-        backend = BackendConfig(name="distributed", deadline=600)
-        arguments["config"] = arguments["config"].model_copy(update={"backend": backend})
+        waiting = {"name": "distributed", "deadline": 600}
+        arguments = make_net_arguments(Net(), log=LINES, backend=waiting)
         ipu_pipe.train(out=folder / "step", callbacks=[Failing()], **arguments)
     (folder / f"{rank}.ended").touch()
     wait_for_file(folder / f"{1 - rank}.ended")

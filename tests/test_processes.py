@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -136,13 +135,11 @@ def wait_until(process: "subprocess.Popen[str]", is_there: Callable[[], Any]) ->
 
 
 def _list_children(parent: int) -> List[int]:
-    """Return the processes that `parent` has started, from /proc/PID/stat: "PID (name) state PPID ..."."""
-    children = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(file.read_text().rpartition(")")[2].split()[1]) == parent:
-                children.append(int(file.parent.name))
-    return children
+    """Return the processes that `parent` has started."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+        return [int(pid) for pid in children.split()]
+    return []
 
 
 def _is_running(pid: int) -> bool:
@@ -200,31 +197,6 @@ def test_a_job_ends_with_a_rank_its_launcher_or_ctrl_c_and_resumes(tmp_path: Pat
 
 
 # ---- forked ranks
-
-
-@pytest.mark.slow
-def test_a_run_resumes_on_another_layout(tmp_path: Path) -> None:
-    """gpipe's numbers do not depend on the stages: four ranks, then two, then the emulator end in the numbers of one run."""
-    how = ["method=gpipe", "stages=4", "optimizer.momentum=0.9"]
-    whole = train_digits_on_emulator(tmp_path / "whole", *how)
-    out = tmp_path / "cut"
-
-    def forget(*steps: int) -> None:
-        """Delete checkpoints, as if the run had been killed before them."""
-        for step in steps:
-            shutil.rmtree(out / "checkpoints" / f"step-{step}")
-        (out / "summary.json").unlink()
-
-    code, _, error = train_digits_on_ranks(4, out, *how)
-    assert code == 0, error
-    forget(8, 12)
-    code, printed, error = train_digits_on_ranks(2, out, *how, "stages=2", "--resume")
-    assert code == 0 and "resuming after update 4" in printed, error
-    assert_same_state(out, tmp_path / "whole")
-    forget(12)
-    again = train_digits_on_emulator(out, *how, resume=True)
-    assert_same_state(out, tmp_path / "whole")
-    assert again["final"]["test_loss"] == whole["final"]["test_loss"]
 
 
 SPLIT = {"input gradient", "weight gradient"}
@@ -299,11 +271,10 @@ def test_a_fault_of_all_ranks_is_printed_once(tmp_path: Path) -> None:
 def test_one_process_under_a_launcher_may_be_the_emulator_and_evaluates_once(
     tmp_path: Path,
 ) -> None:
-    code, printed, error = train_digits_on_ranks(
-        1, tmp_path / "run", "backend.name=emulator", "steps=4"
-    )
+    run = tmp_path / "run"
+    code, printed, error = train_digits_on_ranks(1, run, "backend.name=emulator", "steps=4")
     assert code == 0 and "throughput: " in printed, error
-    weights = str(tmp_path / "run" / "checkpoints" / "step-4")
+    weights = str(run / "checkpoints" / "step-4")
     code, printed, error = train_digits_on_ranks(
         2, tmp_path / "other", "stages=2", "--evaluate", weights
     )
@@ -346,18 +317,13 @@ def _average(rank: int, folder: Path) -> None:
     """Check one message per dtype, of tensors on the host. A gradient that one replica lacks counts as zero."""
     generator = torch.Generator().manual_seed(3)
     messages: List[torch.Tensor] = []
-    kinds = [
-        ((50, 3), torch.float32),
-        ((7,), torch.bfloat16),
-        ((), torch.float32),
-        ((4,), torch.float32),
-    ]
+    shapes = {(50, 3): torch.float32, (7,): torch.bfloat16, (): torch.float32, (4,): torch.float32}
+    parameters = [torch.nn.Parameter(torch.zeros(s, dtype=d)) for s, d in shapes.items()]
     gradients = [
-        [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in kinds]
+        [torch.randn(p.shape, generator=generator).to(p.dtype) for p in parameters[:3]]
         for _ in range(3)
     ]
-    parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in kinds]
-    for p, gradient in zip(parameters[:3], gradients[rank]):
+    for p, gradient in zip(parameters, gradients[rank]):
         p.grad = gradient.clone() if p.dim() or rank != 1 else None
     gradients[1][2].zero_()
     real = torch.distributed.all_gather
@@ -365,30 +331,20 @@ def _average(rank: int, folder: Path) -> None:
         messages.append(own) or real(every, own, **how)
     )  # type: ignore[func-returns-value]
     average_over_replicas(parameters, make_two_rank_mail(rank), ReplicaGroup(None))
-    for i, p in enumerate(parameters[:3]):
-        expected = (gradients[0][i] + gradients[1][i] + gradients[2][i]) / 3
+    for p, *parts in zip(parameters, *gradients):
+        expected = (parts[0] + parts[1] + parts[2]) / 3
         assert p.grad is not None and p.grad.shape == p.shape and torch.equal(p.grad, expected)
-    assert parameters[3].grad is None and [message.dtype for message in messages] == [
-        torch.int32,
-        torch.float32,
-        torch.bfloat16,
-    ]
+    assert parameters[3].grad is None
+    assert [m.dtype for m in messages] == [torch.int32, torch.float32, torch.bfloat16]
 
 
-def test_weights_of_other_processes_are_freed() -> None:
-    layer = torch.nn.Linear(1000, 1000)
-    free(layer.parameters())
-    assert layer.weight.shape == (1000, 1000) and layer.weight.untyped_storage().nbytes() == 4
-
-
-def test_freed_weights_are_zero_during_shape_inference() -> None:
+def test_freed_weights_have_no_memory_and_are_zero_during_shape_inference() -> None:
     """Story: the first evaluation failed in a module that asserts finite inputs, and in a grouped matrix product (Mixtral's
     experts), which needs dense weights."""
-    layer = torch.nn.Linear(3, 3)
+    layer = torch.nn.Linear(1000, 1000)
     freed = free(layer.parameters())
+    assert layer.weight.shape == (1000, 1000) and layer.weight.untyped_storage().nbytes() == 4
     with zero_freed(freed):
-        assert bool(torch.isfinite(layer(torch.ones(2, 3))).all()) and layer.weight.stride() == (
-            3,
-            1,
-        )
+        assert bool(torch.isfinite(layer(torch.ones(2, 1000))).all())
+        assert layer.weight.stride() == (1000, 1)
     assert bool(layer.weight.isnan().all()) and bool(layer.bias.isnan().all())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, NamedTuple
+from typing import Any, Callable, Dict, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from ipu_pipe.config.schema import BackendConfig
 from ipu_pipe.run.train import train
 from tests.simulation.cases import DEADLINE
 from tests.simulation.network import Network
-from tests.simulation.ranks import check_run, prepare_keys
+from tests.simulation.ranks import assert_same_values, check_run, prepare_keys
+from tests.support import rank_group
 from tests.support.loops import Loop, take_share
 from tests.support.rank_group import RankGroups
 from tests.support.runs import (
@@ -38,6 +39,7 @@ from tests.test_pipeline_processes import ON_PROCESSES
 from tests.test_processes import SHORT
 
 pytestmark = needs_processes
+groups = rank_group.groups
 REPORTED = ("forward_delay", "backward_delay", "weight_copies", "optimizer_bytes")  # by stage
 
 
@@ -117,7 +119,6 @@ ROWS: Dict[str, RunRow] = {
     "t1-t2": train_digits(
         "method=pipemare", "stages=4", "method_args={t1: {anneal_updates: 5}, t2: {decay: 0.5}}", ranks=4
     ),
-    "replicas": train_digits("method=pipedream", "stages=2", "replicas=2", "log.every=1", ranks=4),
     # a sum of two gradients has but one order
     "three-replicas": train_digits(
         "method=pipedream", "stages=2", "replicas=3", "gradient_accumulation=2", "log.every=1", ranks=3
@@ -125,7 +126,6 @@ ROWS: Dict[str, RunRow] = {
     "early-stopping": train_digits(
         "method=pipedream", "stages=4", "early_stopping={metric: loss, patience: 9}"
     ),
-    "two-directions": train_digits("method=dualpipe_v", "stages=4"),
     "finest": train_digits("method=pipedream", "stages=finest"),
     # shared, unused and in-place modules
     "odd-modules": train_digits(
@@ -213,14 +213,6 @@ def read_run(out: Path) -> Dict[str, Any]:
     return {**read_state(out), "metrics": read_numbers(out), "stages": report, **results}
 
 
-@pytest.fixture(scope="module")
-def groups() -> Iterator[RankGroups]:
-    """Return the groups of ranks of this file."""
-    groups = RankGroups()
-    yield groups
-    groups.close()
-
-
 @pytest.mark.parametrize("name", mark_slow(ROWS, QUICK.__contains__))
 def test_processes_give_the_emulators_bits(name: str, groups: RankGroups, tmp_path: Path) -> None:
     row = ROWS[name]
@@ -228,7 +220,7 @@ def test_processes_give_the_emulators_bits(name: str, groups: RankGroups, tmp_pa
         pytest.skip(row.missing)
     expected = train_row(0, name, "emulator", tmp_path)
     results = groups.call(row.ranks, train_row, name, "distributed", tmp_path)
-    assert_same_values(results[0], expected)
+    assert_same_values(results[0], expected, "")
 
 
 QUICK_LOOPS = {
@@ -255,17 +247,7 @@ def run_loop_on_rank(rank: int, name: str) -> Dict[str, Any]:
 def test_loops_on_processes_give_the_emulators_bits(name: str, groups: RankGroups) -> None:
     expected = run_loop(name)
     for values in groups.call(2, run_loop_on_rank, name):
-        assert_same_values(values, expected)
-
-
-def assert_same_values(values: Dict[str, Any], expected: Dict[str, Any]) -> None:
-    """Assert that tensors have one dtype and the same bits, and that other values are equal."""
-    assert values.keys() == expected.keys()
-    for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert values[key].dtype == value.dtype and torch.equal(values[key], value), key
-        else:
-            assert values[key] == value, key
+        assert_same_values(values, expected, "")
 
 
 # quick, on the simulated network
@@ -275,14 +257,3 @@ def assert_same_values(values: Dict[str, Any], expected: Dict[str, Any]) -> None
 def test_stages_keep_the_planned_weight_versions_and_no_more(method: str, count: int) -> None:
     prepared = prepare_keys("mlp", method=method, gradient_accumulation=count, steps=6)
     check_run(prepared, Network(1, 2, DEADLINE))
-
-
-def test_a_recomputation_leaves_the_running_statistics() -> None:
-    args = {"recompute": {"segments": 1}}
-    prepared = prepare_keys("residual", method="pipemare", method_args=args)
-    check_run(prepared, Network(1, 2, DEADLINE))
-
-
-def test_each_replica_of_local_sgd_steps_with_its_own_weights() -> None:
-    args = {"replicas": 2, "local_steps": 2}
-    check_run(prepare_keys("mlp", method="local_sgd", method_args=args), Network(1, 2, DEADLINE))

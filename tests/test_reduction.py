@@ -26,6 +26,7 @@ from ipu_pipe.backends.processes.update import (
 )
 from ipu_pipe.errors import RunFault
 from tests.nccl_double import NcclDouble
+from tests.support.models import Composed
 from tests.support.processes import run_in_group
 from tests.support.runs import assert_close_losses, needs_processes, read_state
 from tests.test_processes import train_digits_on_emulator, train_digits_on_ranks
@@ -34,25 +35,22 @@ pytestmark = needs_processes
 RANKS, MICROBATCHES, BUCKET = 3, 2, 8 * (9 * 9 + 9)  # bytes of one layer
 
 
-class PartlyUsedLayers(nn.Module):
-    """Layers of which one is used by rank 1 alone, and one by no rank."""
+def make_partly_used_layers() -> Any:
+    """Make layers of which one is used by rank 1 alone, and one by no rank."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList([nn.Linear(9, 9, dtype=torch.float64) for _ in range(5)])
-        self.scale = nn.Parameter(torch.ones(9, dtype=torch.float32))
-
-    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return (B, 9) from x (B, 9)."""
-        for number, layer in enumerate(self.layers):
+    def forward(m: Any, x: torch.Tensor, rank: int) -> torch.Tensor:
+        for number, layer in enumerate(m.layers):
             if number != 1 and (number != 2 or rank == 1):
                 x = layer(x).tanh()
-        return x * self.scale
+        return x * m.scale
+
+    torch.manual_seed(3)
+    layers = nn.ModuleList([nn.Linear(9, 9, dtype=torch.float64) for _ in range(5)])
+    return Composed(forward, layers=layers, scale=nn.Parameter(torch.ones(9)))
 
 
 def test_buckets_are_of_one_dtype_and_size_the_last_parameters_first() -> None:
-    model = PartlyUsedLayers()
+    model = make_partly_used_layers()
     layers = [[layer.bias, layer.weight] for layer in reversed(model.layers)]
     assert [
         [id(p) for p in bucket] for bucket in divide_into_buckets(list(model.parameters()), BUCKET)
@@ -83,7 +81,7 @@ def _make_mail(rank: int, channels: Any = None) -> Mail:
 
 
 def _check_numbers_and_order(rank: int, group: ReplicaGroup, mail: Mail, log: List[str]) -> None:
-    exact, fast = PartlyUsedLayers(), PartlyUsedLayers()
+    exact, fast = make_partly_used_layers(), make_partly_used_layers()
     draw = torch.Generator().manual_seed(rank)
     inputs = [torch.randn(4, 9, generator=draw, dtype=torch.float64) for _ in range(MICROBATCHES)]
     for x in inputs:

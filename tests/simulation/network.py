@@ -39,6 +39,7 @@ from typing import (  # fmt: skip
     Tuple,
 )
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -49,11 +50,11 @@ CLOSED = "Connection closed by peer"
 UNITS = (0.0, 1e-4, 1e-3, 1e-2, 0.1)  # seconds, of which a seed draws the scale of its delays
 LONGEST = 20  # deadlines after which a run must have ended
 HELD_BACK = 0.8  # share of the deadline by which a message may be late without a fault
-OWN = "isend irecv send recv all_gather all_reduce barrier all_gather_object gather_object broadcast_object_list".split()
-OWN += [
-    "new_group",
-    "destroy_process_group",
-]  # methods of the network that replace torch's functions
+# methods of the network that replace torch's functions
+OWN = (
+    "isend irecv send recv all_gather all_reduce barrier all_gather_object gather_object broadcast_object_list "
+    "new_group destroy_process_group"
+).split()
 POISON = -77  # in a buffer of integers that nothing has come into
 
 
@@ -750,14 +751,10 @@ class Network:
         for name, module in list(sys.modules.items()):
             if name.startswith("ipu_pipe.backends.") and ".ipu" not in name:
                 places += [(module, *double) for double in doubles.items() if hasattr(module, double[0])]  # fmt: skip
-        before = [(module, name, getattr(module, name)) for module, name, _ in places]
-        try:
-            for module, name, double in places:
-                setattr(module, name, double)
+        with pytest.MonkeyPatch.context() as patch:
+            for place in places:
+                patch.setattr(*place)
             yield
-        finally:
-            for module, name, value in before:
-                setattr(module, name, value)
 
 
 def _make_taken_baton() -> threading.Lock:

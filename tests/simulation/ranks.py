@@ -131,11 +131,8 @@ def run_seeds(seeds: Sequence[int]) -> List[str]:
             check_seed(seed, prepared)
         except Exception as error:  # of the code under test, whatever it is
             case = "" if prepared is None else f"\n{prepared.case}"
-            why = (
-                str(error)
-                if isinstance(error, AssertionError) and prepared is not None
-                else format_error(error)
-            )
+            is_told = isinstance(error, AssertionError) and prepared is not None
+            why = str(error) if is_told else format_error(error)
             failures.append(
                 f"seed {seed} failed: make simulate SEEDS=1 START={seed}{case}\n{why}\n"
             )
@@ -173,24 +170,24 @@ def check_run(prepared: Prepared, network: Network) -> None:
 
 
 def _assert_same_result(result: Result, expected: Result) -> None:
-    assert result.losses == expected.losses, (
-        f"losses {result.losses}, of the emulator {expected.losses}"
-    )
-    assert result.evaluations == expected.evaluations, (
-        f"evaluations {result.evaluations}, of the emulator {expected.evaluations}"
-    )
+    runs = [{"losses": run.losses, "evaluations": run.evaluations} for run in (result, expected)]
+    assert_same_values(*runs, "")
     assert len(result.states) == len(expected.states)
     for number, (state, other) in enumerate(zip(result.states, expected.states)):
         assert state is not None and other is not None
         for part, one, two in zip(CheckpointState._fields, state, other):
-            assert one.keys() == two.keys(), (
-                f"checkpoint {number}: {part}: {sorted(one)}, of the emulator {sorted(two)}"
-            )
-            for key, value in one.items():
-                same = torch.equal(value, two[key]) if torch.is_tensor(value) else value == two[key]
-                assert same, (
-                    f"checkpoint {number}: {part}: {key}: {value}, of the emulator {two[key]}"
-                )
+            assert_same_values(one, two, f"checkpoint {number}: {part}: ")
+
+
+def assert_same_values(values: Dict[str, Any], expected: Dict[str, Any], place: str) -> None:
+    """Assert that tensors have one dtype and the same bits, and that other values are equal."""
+    assert values.keys() == expected.keys(), (
+        f"{place}{sorted(values)}, of the emulator {sorted(expected)}"
+    )
+    for key, value in expected.items():
+        one = values[key]
+        same = torch.equal(one, value) and one.dtype == value.dtype if torch.is_tensor(value) else one == value  # fmt: skip
+        assert same, f"{place}{key}: {one}, of the emulator {value}"
 
 
 def _assert_planned_versions(result: Result, prepared: Prepared) -> None:
