@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any, List, Tuple
 
 import numpy as np
@@ -81,22 +80,15 @@ def test_pipedream_rounded_counts_the_dataflow_schedules_lags(P: int, N: int) ->
 # ---- activations
 
 
-def count_recompute_stash(P: int, segments: int = 0) -> np.ndarray:
-    """Return the microbatches (P,) that PipeMare keeps with recomputation, as its appendix A.3 counts them, without the turn.
-
-    The first stage of a segment keeps at least the input of the 2(P-i) microbatches that it has sent on. The j-th stage (from 1)
-    of a segment of S keeps the 2(S-j) whose activations are recomputed before their backward.
-    """
-    stash: List[int] = []
-    for segment in np.array_split(np.arange(P), segments or round(math.sqrt(P))):
-        stash += [2 * (P - 1 - s) if s == segment[0] else 2 * (segment[-1] - s) for s in segment]
-    return np.array(stash)
-
-
 def count_in_flight(name: str, P: int, M: int, turn: int = 1) -> List[int]:
-    return list(
-        make_schedule(resolve_method(name, {"turn": turn}), P, M, 1).max_in_flight().tolist()
-    )
+    method = resolve_method(name, {"turn": turn})
+    return list(make_schedule(method, P, M, 1).max_in_flight().tolist())
+
+
+def count_kept(P: int, segments: int) -> List[int]:
+    """Return the microbatches of which PipeMare's stages keep something with recomputation."""
+    kept = count_kept_by_segments(count_in_flight("pipemare", P, 3 * P), segments, 1)
+    return list((kept.inputs + kept.activations).tolist())
 
 
 def test_one_stage_keeps_one_microbatch() -> None:
@@ -106,40 +98,28 @@ def test_one_stage_keeps_one_microbatch() -> None:
 
 
 def test_recompute_stash_of_the_papers_example() -> None:
-    """PipeMare's Figure 9 shows 16 stages in 4 segments."""
+    """PipeMare's Figure 9 shows 16 stages in 4 segments. The schedule's stash has 2 more: the step itself and the turn,
+    which appendix A.3 omits."""
     heads = {0: 30, 4: 22, 8: 14, 12: 6}
-    expected = [heads.get(s, 2 * (3 - s % 4)) for s in range(16)]
-    assert count_recompute_stash(16, 4).tolist() == expected
-    assert count_recompute_stash(16).tolist() == expected
-    assert count_recompute_stash(7, 3).tolist() == [12, 2, 0, 6, 0, 2, 0]  # segments of 3, 2, 2
+    expected = [heads.get(s, 2 * (3 - s % 4)) + 2 for s in range(16)]
+    # 4 is the square root, which is the default
+    assert count_kept(16, 4) == count_kept(16, 0) == expected
+    assert count_kept(7, 3) == [14, 4, 2, 8, 2, 4, 2]  # segments of 3, 2, 2
 
 
 @pytest.mark.parametrize("root", [2, 3, 7, 10])
 def test_activations_have_the_orders_of_table_4(root: int) -> None:
     """PipeMare, Table 4, states P^2 and, with recomputation by sqrt(P) segments, P^(3/2)."""
     P = root**2
-    flying = count_in_flight("pipemare", P, 3 * P)
-    kept_counts = count_kept_by_segments(flying, root, 1)
-    assert sum(flying) == P**2 + P
-    assert (kept_counts.inputs + kept_counts.activations).sum() == 2 * root**3
+    assert sum(count_in_flight("pipemare", P, 3 * P)) == P**2 + P
+    assert sum(count_kept(P, root)) == 2 * root**3
 
 
-@pytest.mark.parametrize(
-    "P, segments, order, counted",
-    [(107, 0, 0.097, 1982), (91, 9, 0.105, 1550), (93, 10, 0.104, 1590)],
-)
-def test_recompute_ratios(P: int, segments: int, order: float, counted: int) -> None:
-    """PipeMare, Table 5, states the ratio of orders; the counts come to about twice that.
-
-    The stash is the schedule's but for the step itself and the turn, which appendix A.3 omits."""
+@pytest.mark.parametrize("P, order", [(107, 0.097), (91, 0.105), (93, 0.104)])
+def test_recompute_ratios(P: int, order: float) -> None:
+    """PipeMare, Table 5, states the ratio of orders; the counts come to about twice that."""
     figures = compute_paper_figures(make_figure_arguments("pipemare", P, 8))
     assert figures["recompute_ratio_order"] == pytest.approx(order, abs=0.0005)
-    stash, flying = count_recompute_stash(P, segments), count_in_flight("pipemare", P, 3 * P)
-    assert (stash.sum(), sum(flying) - P) == (counted, P**2)
-    kept = count_kept_by_segments(flying, segments, 1)
-    assert (kept.inputs + kept.activations == stash + 2).all()
-    every_stage_a_segment = count_recompute_stash(P, P)
-    assert (every_stage_a_segment + 2).tolist() == flying
 
 
 def count_bytes_step_by_step(
@@ -214,14 +194,9 @@ def test_gpipe_utilization(P: int, N: int, percent: int) -> None:
 
 def test_amortized_utilization() -> None:
     """Table 2 states for PipeMareW 33 % on ImageNet, with 30 of 100 epochs synchronous, and 96 % on WMT, with 4 of 80."""
-    for asynchronous, synchronous, (P, N), percent in (
-        (70, 30, (107, 16), 33),
-        (76, 4, (91, 116), 96),
-    ):
-        assert (
-            round(100 * amortize_utilization([(synchronous, N / (N + P - 1)), (asynchronous, 1)]))
-            == percent
-        )
+    for asynchronous, synchronous, P, N, percent in ((70, 30, 107, 16, 33), (76, 4, 91, 116, 96)):
+        busy = amortize_utilization([(synchronous, N / (N + P - 1)), (asynchronous, 1)])
+        assert round(100 * busy) == percent
     assert amortize_utilization([(0, 0.1), (5, 1)]) == 1
     assert amortize_utilization([(5, 0.1)]) == pytest.approx(0.1)
 
@@ -248,19 +223,15 @@ def test_report_of_pipemare() -> None:
         make_figure_arguments("pipemare", 4, 8, t2=1, method=two_segments)
     )
     weights, activations = [4, 8, 12, 16], 100 + 101 + 102 + 103
-    per_worker = {}
     # Narayanan et al. 2021, section 3, d = 4, m = 8: versions of the weights, and microbatches in flight
-    for name, versions, flying in (
-        ("gpipe", 1, 8),
-        ("pipedream_flush", 1, 4),
-        ("pipedream_2bw", 2, 4),
-    ):
-        whole, recomputed = flying * activations / 4, activations / 4 + flying * 12
-        bytes_of_weights = versions * 40 / 4
-        per_worker[name] = {
-            "with_recompute": bytes_of_weights + recomputed,
-            "without_recompute": bytes_of_weights + whole,
+    counts = {"gpipe": (1, 8), "pipedream_flush": (1, 4), "pipedream_2bw": (2, 4)}
+    per_worker = {
+        name: {
+            "with_recompute": versions * 10 + activations / 4 + flying * 12,
+            "without_recompute": versions * 10 + flying * activations / 4,
         }
+        for name, (versions, flying) in counts.items()
+    }
     assert figures == {
         "weight_optimizer_copies": 4.0,
         "weight_optimizer_ratio": pytest.approx(4 / 3),

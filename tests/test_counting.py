@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import resource
-from typing import Any, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import numpy as np
 import pytest
@@ -67,19 +67,17 @@ def make_convolution_layers() -> nn.Module:
 
 
 IMAGES, TOKENS = torch.randn(4, 3, 17, 15), torch.randint(0, 32, (3, 12))
-MODELS: List[Tuple[str, Any, torch.Tensor]] = [
-    ("convolutions", make_convolution_layers, IMAGES),
-    ("resnet", lambda: resnet18(classes=10, small_images=True), torch.randn(2, 3, 32, 32)),
-    ("unet", make_skip_model, torch.randn(2, 3, 8, 8)),
-    ("attention", lambda: nn.Sequential(make_attention_layer(8), make_attention_layer(8, True)), torch.randn(2, 5, 8)),
-    ("encoder", lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), torch.randn(2, 5, 8)),
-    ("gpt", lambda: transformer_lm(32, 16, 2, 3, 16, dropout=0.1), TOKENS),
-    ("translation", lambda: transformer_translation(20, 20, 8, 2, 2, 16), torch.randint(1, 20, (2, 2, 7))),
-    ("recurrent", lambda: nn.Sequential(take_output(nn.LSTM(8, 4, batch_first=True)), nn.Linear(4, 2)), torch.randn(2, 5, 8)),
-]  # fmt: skip
-each_model = pytest.mark.parametrize(
-    "make, x", [row[1:] for row in MODELS], ids=[row[0] for row in MODELS]
-)
+MODELS: Dict[str, Tuple[Any, torch.Tensor]] = {
+    "convolutions": (make_convolution_layers, IMAGES),
+    "resnet": (lambda: resnet18(classes=10, small_images=True), torch.randn(2, 3, 32, 32)),
+    "unet": (make_skip_model, torch.randn(2, 3, 8, 8)),
+    "attention": (lambda: nn.Sequential(make_attention_layer(8), make_attention_layer(8, True)), torch.randn(2, 5, 8)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), torch.randn(2, 5, 8)),
+    "gpt": (lambda: transformer_lm(32, 16, 2, 3, 16, dropout=0.1), TOKENS),
+    "translation": (lambda: transformer_translation(20, 20, 8, 2, 2, 16), torch.randint(1, 20, (2, 2, 7))),
+    "recurrent": (lambda: nn.Sequential(take_output(nn.LSTM(8, 4, batch_first=True)), nn.Linear(4, 2)), torch.randn(2, 5, 8)),
+}  # fmt: skip
+each_model = pytest.mark.parametrize("make, x", MODELS.values(), ids=MODELS)
 
 
 def observe_numbers(model: nn.Module, x: torch.Tensor) -> Observation:
@@ -163,18 +161,15 @@ def test_counted_activations_are_those_that_autograd_saves(make: Any, x: torch.T
 
     with restore_all(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = model(x)
-    assert (
-        count_saved_bytes(observe_numbers(model, x).calls)
-        == sum(size for size, _ in saved.values())
-        > 0
-    )
+    expected = sum(size for size, _ in saved.values())
+    assert count_saved_bytes(observe_numbers(model, x).calls) == expected > 0
     del output
 
 
 @pytest.mark.parametrize("name", ["convolutions", "resnet", "unet", "gpt", "translation"])
 def test_counted_outputs_are_the_tensors_between_pieces(name: str) -> None:
     """With skips and the input that a later piece reads; a footprint has them at its boundaries."""
-    make, x = next(row[1:] for row in MODELS if row[0] == name)
+    make, x = MODELS[name]
     model = make()
     units = count_units(model, x).units
     names = [unit.name for unit in units[1:]]
@@ -191,9 +186,8 @@ def test_units_have_every_weight_once_and_add_up() -> None:
         costed = count_units(model, TOKENS)
         whole = join_units(costed.units)
         assert whole.parameters == sum(p.numel() for p in model.parameters())
-        assert whole.activation_bytes * len(TOKENS) == count_saved_bytes(
-            observe_numbers(model, TOKENS).calls
-        )
+        calls = observe_numbers(model, TOKENS).calls
+        assert whole.activation_bytes * len(TOKENS) == count_saved_bytes(calls)
         assert [u.name for u in costed.units] == names.split() and "by shape" in costed.how
 
 

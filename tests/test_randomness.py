@@ -87,39 +87,31 @@ def test_on_a_gpu_the_draws_of_both_generators_are_keyed(monkeypatch: pytest.Mon
     keyed.remove()
 
 
-class SharedDropoutModel(nn.Module):
-    """A model that shares one dropout between three layers, as T5, and runs a block twice, as
-    ALBERT."""
+def make_shared_dropout_model(way: str = "plain") -> nn.Module:
+    """Make a model that shares one dropout between three layers, as T5, and runs a block twice, as ALBERT."""
 
-    def __init__(self, way: str = "plain") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.block, self.c = (
-            nn.Linear(8, 8),
-            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)),
-            nn.Linear(8, 4),
-        )
-        self.drop, self.way = nn.Dropout(0.5), way
+    def drop_twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.drop(m.drop(m.block(x)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.drop(self.a(x))
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = m.drop(m.a(x))
         for _ in range(2):
-            x = self.drop(self._run(self.block, x))
-        return self.c(x)  # type: ignore[no-any-return]
+            if way == "plain":
+                x = m.drop(drop_twice(m, x))
+            else:
+                x = m.drop(checkpoint(drop_twice, m, x, use_reentrant=way == "reentrant"))
+        return m.c(x)
 
-    def _run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        def drop_twice(x: torch.Tensor) -> torch.Tensor:
-            return self.drop(self.drop(block(x)))
-
-        if self.way == "plain":
-            return drop_twice(x)
-        return checkpoint(drop_twice, x, use_reentrant=self.way == "reentrant")  # type: ignore[no-any-return]
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    layers = {"a": nn.Linear(8, 8), "c": nn.Linear(8, 4)}
+    return Composed(forward, **layers, block=block, drop=nn.Dropout(0.5))
 
 
 def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
     """SimCSE runs an encoder twice: equal masks in both passes once made its two embeddings
     equal."""
-    model, x = SharedDropoutModel(), torch.ones(64, 8)
+    model, x = make_shared_dropout_model(), torch.ones(64, 8)
     calls = observe_effects(model, x).draws
     assert calls == {"block.1": 2, "drop": 7}
     keyed = KeyedRandomness(model, calls, seed=4, device=CPU)
@@ -141,7 +133,7 @@ def test_a_module_that_runs_again_in_a_forward_draws_again() -> None:
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
 def test_a_checkpoint_in_which_modules_run_again_repeats_the_draws_of_its_forward(way: str) -> None:
     gradients = []
-    for model in (SharedDropoutModel(), SharedDropoutModel(way)):
+    for model in (make_shared_dropout_model(), make_shared_dropout_model(way)):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
         keyed = KeyedRandomness(model, observe_effects(model, x).draws, 0, CPU)
         outputs = [run_forward(keyed, model, x, m) for m in range(3)]
@@ -168,7 +160,7 @@ def test_a_checkpoint_that_keeps_no_random_state_is_refused_where_modules_run_ag
 
 
 def test_stages_draw_as_the_whole_model_does() -> None:
-    model, x = SharedDropoutModel(), torch.randn(6, 8)
+    model, x = make_shared_dropout_model(), torch.randn(6, 8)
     keyed = KeyedRandomness(model, observe_effects(model, x).draws, 3, CPU)
     whole = run_forward(keyed, model, x, 2)
     value: Any = x

