@@ -21,9 +21,8 @@ PRELOADED = [
     "torch", "torch._dynamo", "torch.distributed", "pytest", "sklearn.datasets", "ipu_pipe.cli.train", "ipu_pipe.run.train",
     "ipu_pipe.backends.processes.engine", "ipu_pipe.backends.emulator.engine", "ipu_pipe.data.sets",
 ]  # fmt: skip
-PATIENCE = (
-    6.0  # seconds for the other ranks, after one has failed, before they are ended as torchrun does
-)
+# seconds for the other ranks, after one has failed, before they are ended as torchrun does
+PATIENCE = 6.0
 
 
 class CommandOutput(NamedTuple):
@@ -74,46 +73,39 @@ def run_ranks(
     ranks: int, command: str, arguments: Sequence[str], seconds: float = 240, **variables: str
 ) -> CommandOutput:
     """Run `tools/COMMAND.py` on `ranks` ranks; as under torchrun, a failure of one ends the others. `variables`: environment."""
-    store = TCPStore(
-        "localhost", 0, is_master=True, wait_for_workers=False
-    )  # it outlives its ranks, as torchrun's store does
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            start_command(
-                command,
-                arguments,
-                Path(folder) / str(rank),
-                {**make_rank_environment(rank, ranks, store.port), **variables},
-            )
-            for rank in range(ranks)
-        ]
-        _wait_for_processes(processes, seconds)
-        codes = [process.exitcode for process in processes if process.exitcode is not None]
-        assert len(codes) == ranks
-        outputs = [
-            "".join(
-                (Path(folder) / str(rank)).with_suffix(end).read_text() for rank in range(ranks)
-            )
-            for end in ENDS
-        ]
-    return CommandOutput(next((code for code in codes if code), 0), *outputs)
+    # it outlives its ranks, as torchrun's store does
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environments = [
+        {**make_rank_environment(rank, ranks, store.port), **variables} for rank in range(ranks)
+    ]
+    return _run_commands(command, arguments, environments, seconds)
 
 
 def run_command(
     command: str, *arguments: str, seconds: float = 240, **variables: str
 ) -> CommandOutput:
     """Run `tools/COMMAND.py` in a separate process."""
-    with tempfile.TemporaryDirectory() as folder:
-        process = start_command(command, arguments, Path(folder) / "command", variables)
-        _wait_for_processes([process], seconds)
-        assert process.exitcode is not None
-        return CommandOutput(
-            process.exitcode,
-            *((Path(folder) / "command").with_suffix(end).read_text() for end in ENDS),
-        )
+    return _run_commands(command, arguments, [variables], seconds)
 
 
 ENDS = (".out", ".err")
+
+
+def _run_commands(
+    command: str, arguments: Sequence[str], environments: List[Dict[str, str]], seconds: float
+) -> CommandOutput:
+    """Run a command in a process for each environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(number) for number in range(len(environments))]
+        processes = [
+            start_command(command, arguments, file, variables)
+            for file, variables in zip(files, environments)
+        ]
+        _wait_for_processes(processes, seconds)
+        outputs = ["".join(file.with_suffix(end).read_text() for file in files) for end in ENDS]
+    codes = [process.exitcode for process in processes]
+    assert None not in codes
+    return CommandOutput(next((code for code in codes if code), 0), *outputs)
 
 
 def start_command(

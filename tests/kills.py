@@ -23,6 +23,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from torch.distributed import TCPStore
 
+from ipu_pipe.config.load import load_config
+from ipu_pipe.run.train import train
 from tests import forked
 from tests.support.runs import read_numbers, read_summary
 
@@ -83,7 +85,8 @@ def run_seed(seed: int, out: Path, backend: str = "distributed") -> int:
         codes, output = run_attempt(start, ranks, out / "attempt-whole")
         assert codes == [0], output
     else:
-        train_whole(settings, whole)
+        config = load_config(str(DIGITS), [*settings, "backend.threads=1"])
+        train(config, whole, quiet=True)
     arguments = [str(DIGITS), "--out", str(killed), "--set", *sets]
     kills = 0
     for attempt in range(100):
@@ -100,14 +103,6 @@ def run_seed(seed: int, out: Path, backend: str = "distributed") -> int:
     return kills
 
 
-def train_whole(settings: Sequence[str], out: Path) -> None:
-    """Train a run in this process."""
-    from ipu_pipe.config.load import load_config
-    from ipu_pipe.run.train import train
-
-    train(load_config(str(DIGITS), [*settings, "backend.threads=1"]), out, quiet=True)
-
-
 def compare_runs(whole: Path, killed: Path) -> None:
     """Raise `AssertionError` unless both runs ended with the same numbers, and none left a file."""
     summary, final = (read_summary(run) for run in (whole, killed))
@@ -117,11 +112,7 @@ def compare_runs(whole: Path, killed: Path) -> None:
     lines, expected = read_numbers(killed), read_numbers(whole)
     assert lines == expected, f"metrics.jsonl: {lines}, of the run never killed {expected}"
     assert (final["initial"], final["final"]) == (summary["initial"], summary["final"])
-    left = [
-        path.name
-        for path in killed.rglob("*")
-        if path.name.startswith(".") or path.suffix == ".part"
-    ]
+    left = [*killed.rglob(".*"), *killed.rglob("*.part")]
     assert not left, left
 
 
@@ -134,18 +125,11 @@ def run_attempt(start: Start, world: int, output_folder: Path) -> Any:
         "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
         "TORCHELASTIC_RUN_ID": start.job,
     }
-    ranks = [
-        forked.get_fork_server().Process(
-            target=_run_rank,
-            args=(
-                start.kill,
-                list(start.arguments),
-                str(output_folder / str(rank)),
-                {**forked.make_rank_environment(rank, world, store.port), **variables},
-            ),
-        )
-        for rank in range(world)
-    ]
+    ranks = []
+    for rank in range(world):
+        environment = {**forked.make_rank_environment(rank, world, store.port), **variables}
+        arguments = start.kill, list(start.arguments), str(output_folder / str(rank)), environment
+        ranks.append(forked.get_fork_server().Process(target=_run_rank, args=arguments))
     for process in ranks:
         process.start()
     end = time.monotonic() + PATIENCE
