@@ -15,6 +15,7 @@ import ipu_pipe
 from ipu_pipe.errors import BadInput, RunFault
 from ipu_pipe.pipeline import seam
 from ipu_pipe.pipeline.absent import AbsentWeights
+from ipu_pipe.pipeline.gradients import OwnGradients
 from tests.support import rank_group
 from tests.support.acts import (
     ACTS,
@@ -217,6 +218,17 @@ def test_the_callers_gradients_come_back_after_each_call() -> None:
         scene.pipe.step(*make_batch(k))
         for p, gradient in gradients.items():
             assert p.grad is gradient and bool((gradient == k).all())
+
+
+def test_gradients_in_flight_wait_between_two_calls() -> None:
+    weight, theirs, gathered = nn.Parameter(torch.ones(1)), torch.ones(1), torch.ones(1)
+    own = OwnGradients([weight], [weight])
+    weight.grad = theirs
+    with own.lend():
+        weight.grad = gathered
+    assert weight.grad is theirs
+    with own.lend():
+        assert weight.grad is gathered
 
 
 # ---- other backends
