@@ -16,7 +16,7 @@ from ipu_pipe.trace.events import Counters, Event, Events, Trace
 from ipu_pipe.trace.reading import read_trace
 from tests.support.modelled import play_method
 from tests.support.runs import list_faults
-from tests.test_perfetto import decode
+from tests.test_perfetto import decode, read_integer
 
 SEND, RECV, COLLECTIVE = 5, 6, 7
 METHODS = {
@@ -37,27 +37,21 @@ class GraphNode(NamedTuple):
 
 
 def read_packed(content: bytes) -> Tuple[int, ...]:
-    """Return whole numbers of seven bits a byte."""
-    fields = content
-    numbers = []
-    while fields:
-        length = next(place for place, byte in enumerate(fields) if byte < 128) + 1
-        # as the value of a field
-        ((_, number),) = decode(b"\x08" + fields[:length])
+    """Return whole numbers that follow one another."""
+    numbers, place = [], 0
+    while place < len(content):
+        number, place = read_integer(content, place)
         numbers.append(number)
-        fields = fields[length:]
     return tuple(numbers)
 
 
 def read_graph(path: Path) -> Dict[int, GraphNode]:
     """Return the nodes of a file, whose messages each have their length before them."""
-    content = path.read_bytes()
-    messages = []
-    while content:
-        end = next(i for i, b in enumerate(content) if b < 128) + 1
-        (length,) = read_packed(content[:end])
-        messages.append([*decode(content[end : end + length])])
-        content = content[end + length :]
+    content, place, messages = path.read_bytes(), 0, []
+    while place < len(content):
+        length, place = read_integer(content, place)
+        messages.append([*decode(content[place : place + length])])
+        place += length
     assert messages[0] == [(1, b"1.0.0")]
     nodes = {}
     for message in messages[1:]:
@@ -210,5 +204,8 @@ def test_what_has_no_graph_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_chakra_graph_is_refused_by_its_name(tmp_path: Path) -> None:
     write_graphs(tmp_path, build_modelled_trace("gpipe"))
-    (fault,) = list_faults(read_trace, tmp_path / "run.0.et")
-    assert "Chakra" in fault and "torch.profiler" in fault
+    graph = {"schema": "1.1.1-chakra", "pid": 1, "nodes": [{"id": 1}]}
+    (tmp_path / "run.json").write_text(json.dumps(graph))
+    for name in ("run.0.et", "run.json"):
+        (fault,) = list_faults(read_trace, tmp_path / name)
+        assert "Chakra" in fault and "torch.profiler" in fault

@@ -23,7 +23,7 @@ from ipu_pipe.report.analysis.stages import measure_update_noise
 from ipu_pipe.report.page import write_page
 from ipu_pipe.trace import store
 from ipu_pipe.trace.chrome import write_chrome
-from ipu_pipe.trace.events import EVENT_TYPES, KIND_CODE, Counter, Counters, Event, Events, Trace
+from ipu_pipe.trace.events import EVENT_TYPES, Counter, Counters, Event, Events, Trace
 from ipu_pipe.trace.reading import read_trace
 from tests.test_tools_analyze import write_run_folder
 from tests.test_trace_profiler import mark, op, x
@@ -140,9 +140,8 @@ def test_any_damage_is_read_or_refused(tmp_path: Path) -> None:
 def test_a_damaged_number_of_a_microbatch_takes_no_memory() -> None:
     """Story: one event of microbatch 2,000,000,000 took 16 GB and 38 seconds."""
     numbers = [0, 1, 2, 5_000_000]
-    times = [0, 10, 20, 30]
-    columns = {"microbatch": numbers, "start": times, "end": times, "kind": KIND_CODE["forward"]}
-    events = Events.from_columns(4, **columns, stage=0, device=0)
+    passes = [Event(0, 0, "forward", m, 9 * i, 9 * i, 0, None) for i, m in enumerate(numbers)]
+    events = Events.from_rows(passes)
     tracemalloc.start()
     noise = measure_update_noise(events, 1)
     peak = tracemalloc.get_traced_memory()[1]
@@ -182,15 +181,13 @@ def test_a_trace_that_unpacks_to_gigabytes_is_refused(
     monkeypatch.setattr("ipu_pipe.trace.reading.MOST_BYTES", 1 << 20)
     rows = (1 << 20) // ROW_BYTES // 2
     zeros = (store.EVENTS, rows, bytes(rows * ROW_BYTES))
-    (tmp_path / "run" / "trace").mkdir(parents=True)
+    run = tmp_path / "trace"
+    run.mkdir()
     for rank in range(3):
-        path = write_blocks(tmp_path / "run" / "trace" / f"rank-{rank}.trace", [zeros])
-        assert analyze_or_refuse(path)
-    assert not analyze_or_refuse(tmp_path / "run")
+        assert analyze_or_refuse(write_blocks(run / f"rank-{rank}.trace", [zeros]))
     large = write_blocks(tmp_path / "large.trace", [zeros, zeros, zeros])
-    assert not analyze_or_refuse(large)
     one = write_blocks(tmp_path / "block.trace", [(store.EVENTS, 1, bytes(1 << 21))])
-    assert not analyze_or_refuse(one)
+    assert not any(map(analyze_or_refuse, (run, large, one)))
     assert len(store.read_store(large).events.start) == 3 * rows
 
 
@@ -199,15 +196,10 @@ def test_a_trace_that_unpacks_to_gigabytes_is_refused(
 
 def count_calls(devices: int) -> int:
     """Return the number of function calls of an analysis with `devices` devices."""
-    rows = [
-        Event(d, d, "forward", m, 100 * m + d, 100 * m + d + 9, 0, 64)
-        for d in range(devices)
-        for m in (0, 1)
-    ]
-    rows += [
-        e._replace(kind="send", start_ns=e.end_ns, end_ns=e.end_ns + 1, peer=e.device + 1)
-        for e in rows
-    ]
+    rows = []
+    for d in range(devices):
+        rows.append(Event(d, d, "forward", 0, d, d + 9, 0, 64))
+        rows.append(Event(d, d, "send", 0, d + 9, d + 10, 0, 64, d + 1))
     counters = [Counter(d, "weights (bytes)", d, 1.0) for d in range(devices)]
     unit = {"forward_flops": 1.0, "backward_flops": 1.0, "crossing_bytes": 1}
     units = [{"name": str(d), "stage": d, **unit} for d in range(devices)]
@@ -230,17 +222,12 @@ def test_an_analysis_is_linear_in_the_devices() -> None:
 
 def make_profiler_document(with_device: bool) -> Dict[str, Any]:
     """A rank of a pipeline as PyTorch's profiler writes it, with every kind of record."""
-    said = {
-        "Collective name": "send",
-        "In msg nelems": 4,
-        "dtype": "Float",
-        "Dst Rank": "1",
-        "Concrete Inputs": ["", "1"],
-    }
+    said = {"Collective name": "send", "In msg nelems": 4, "dtype": "Float", "Dst Rank": "1"}
+    said["Concrete Inputs"] = ["", "1"]
     records = [
         mark("Forward 0", 0, 20), op(1, 9, "aten::mm"), op(11, 3, "c10d::send"), mark("gloo:send", 12, 6, **said),
         mark("PP:0B1", 30, 20), op(31, 9, "aten::mm"), mark("Optimizer.step#SGD.step", 60, 9),
-        {"ph": "B", "cat": "cpu_op", "name": "a", "pid": 1, "tid": 2, "ts": 5}, {"ph": "E", "pid": 1, "tid": 2, "ts": 8},
+        {**op(5, 1), "ph": "B"}, {**op(8, 1), "ph": "E"},
         {"ph": "i", "name": "[memory]", "ts": 5, "args": {"Total Allocated": 8, "Device Type": 0}},
     ]  # fmt: skip
     if with_device:
@@ -256,9 +243,6 @@ def test_any_damage_of_a_profilers_file_is_read_or_refused(
 ) -> None:
     rng, counts, document = random.Random(41), [0, 0], make_profiler_document(with_device)
     for _ in range(150):
-        damaged = damage_document(document, rng)
-        if rng.random() < 0.3:
-            damaged = damage_document(damaged, rng)
-        (tmp_path / "rank0.json").write_bytes(encode(damaged))
+        (tmp_path / "rank0.json").write_bytes(encode(damage_document(document, rng)))
         counts[analyze_or_refuse(tmp_path / "rank0.json")] += 1
     assert counts[1] > 90

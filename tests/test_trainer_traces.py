@@ -79,7 +79,7 @@ def make_device_records(rank: int, names: Tuple[str, str, str]) -> List[Any]:
     for number, (kind, begin, end) in enumerate(RANKS[rank], 1):
         call, thread, link = 10 * number, 1 + (kind == "backward"), {"correlation": number}
         args = {"Collective name": kind, "Dst Rank": str(1 - rank), "Src Rank": str(1 - rank)}
-        args.update({"In msg nelems": 10, "dtype": "Float"})
+        args.update({"In msg nelems": 10, "dtype": "BFloat16"})
         kernel, stream = "ncclDevKernel_SendRecv", 8 + (kind == "recv")
         if kind in by_kind:
             name = by_kind[kind].format(rank=rank)
@@ -119,8 +119,25 @@ PASSES = [
 def test_passes_by_the_names_of_trainers(trainer: str, make: Any, tmp_path: Path) -> None:
     folder = write_ranks(tmp_path / "run", [make(rank, NAMES[trainer]) for rank in (0, 1)])
     assert sorted(list_passes(folder)) == sorted(PASSES)
-    worst = analyze(read_trace(folder), "run")["bottleneck"]
+    figures = analyze(read_trace(folder), "run")
+    first, second = figures["devices"]
+    # Story: rank 0 waited for rank 1's compute, and was told to send less. It is ready to receive
+    # at 60, and rank 1 computes until 200; from then on the message is on its way. Its own message
+    # takes until 70. What rank 1 waits before its first kernel or operation is no wait.
+    has_device = make is make_device_records
+    assert first["waits_for"] == {"1": 130_000}
+    assert second["waits_for"].get("0", 0) == 40_000 * has_device
+    assert first["communication_ns"] == 20_000 + 30_000
+    worst = figures["bottleneck"]
     assert (worst["what"], worst["stage"], worst["device"]) == ("stage", 1, 1)
+    times = [(stage["forward_ns"], stage["backward_ns"]) for stage in figures["stages"]]
+    assert times == [(50_000, 50_000), (30_000, 97_000)]
+    links = [
+        (link["src"], link["dst"], link["carries"], link["bytes"]) for link in figures["links"]
+    ]
+    # a host's messages do not tell their size
+    size = 20 if has_device else None
+    assert links == [(0, 1, "activations", size), (1, 0, "gradients", size)]
 
 
 def test_replicas_of_a_trainer_without_a_pipeline_have_one_stage(tmp_path: Path) -> None:
@@ -137,11 +154,12 @@ def test_replicas_of_a_trainer_without_a_pipeline_have_one_stage(tmp_path: Path)
 
 @pytest.mark.parametrize("make", [make_host_records, make_device_records])
 def test_patterns_of_the_user(make: Any, tmp_path: Path) -> None:
-    names = ("user_annotation", "trainer/fwd", "trainer/bwd")
+    names = ("user_annotation", "trainer/fwd/{rank}/0", "trainer/bwd/{rank}/0")
     functions = ("python_function", "my/loop.py(12): do_f", "my/loop.py(40): do_b")
     # each rank has a loop of its own
     folder = write_ranks(tmp_path / "run", [make(0, names), make(1, functions)])
-    patterns = ["^trainer/(?P<kind>fwd|bwd)$", r"loop\.py\(\d+\): do_(?P<kind>[fb])$"]
+    named = r"^trainer/(?P<kind>fwd|bwd)/(?P<stage>\d)/(?P<microbatch>\d)$"
+    patterns = [named, r"loop\.py\(\d+\): do_(?P<kind>[fb])$"]
     assert sorted(list_passes(folder, patterns)) == sorted(PASSES)
 
 
