@@ -7,8 +7,10 @@ The training is the same as without.
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from asyncio import CancelledError
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Dict, List, Tuple
@@ -35,7 +37,6 @@ from ipu_pipe.run.train import train
 from ipu_pipe.schedule.clock import Costs, clock, time_updates
 from ipu_pipe.schedule.methods import METHODS
 from ipu_pipe.schedule.timelines import make_schedule
-from ipu_pipe.trace.events import Event
 from ipu_pipe.trace.store import read_store
 from tests.support.modelled import play_method
 from tests.support.models import Composed
@@ -82,33 +83,6 @@ def make_model_of_parts(*parts: nn.Module) -> nn.Module:
 COSTS = Costs([3, 11, 5, 4], [7, 2, 13, 8], [1, 2, 3, 1], weight_gradient=[3, 1, 6, 2])
 
 
-def test_events_have_times_versions_bytes_and_waits_for_the_device_of_the_last_input() -> None:
-    """Check GPipe with forwards of 10 and 30 and backwards of 20 and 60.
-
-    device 0   F0 F1 wait for B0 ........... B0  wait B1      0-10 10-20 20-130 130-150 150-190 190-210
-    device 1      F0 ... F1 ... B0 ... B1                     10-40 40-70 70-130 130-190
-    """
-    costs = Costs([10, 30], [20, 60], [5, 0])
-    events = play_method("gpipe", 2, 4, 2, costs, boundary_bytes=[100]).rows
-    assert {event for event in events if event.start_ns < 215 and event.device == 0} == {
-        Event(0, 0, "forward", 0, 0, 10, 0, 100),
-        Event(0, 0, "send", 0, 10, 10, -1, 100, 1, "activations"),
-        Event(0, 0, "forward", 1, 10, 20, 0, 100),
-        Event(0, 0, "send", 1, 20, 20, -1, 100, 1, "activations"),
-        Event(0, 0, "wait", 0, 20, 130, -1, None, 1, "gradients"),
-        Event(0, 0, "backward", 0, 130, 150, 0, None),
-        Event(0, 0, "wait", 1, 150, 190, -1, None, 1, "gradients"),
-        Event(0, 0, "backward", 1, 190, 210, 0, None),
-        Event(0, 0, "update", 0, 210, 215, 1, None),
-    }
-    assert Event(1, 1, "wait", 2, 190, 225, -1, None, 0, "activations") in events
-    assert Event(1, 1, "send", 1, 190, 190, -1, 100, 0, "gradients") in events
-    assert {e.version for e in events if e.microbatch > 1 and e.kind == "backward"} == {1}
-    on_one_device = play_method("gpipe", 3, 4, 4, device_of_stage=[0, 0, 1]).rows
-    messages = [e for e in on_one_device if e.kind in ("send", "wait")]
-    assert {(e.device, e.peer) for e in messages} == {(0, 1), (1, 0)}
-
-
 @pytest.mark.parametrize(
     ("name", "args"),
     [
@@ -123,35 +97,34 @@ def test_passes_and_waits_fill_the_time_of_a_device(name: str, args: Dict[str, A
     local = METHODS[name].structure is not None
     keys = {"args": args, "gradients_cross": not local, "boundary_bytes": [100, 200, 300]}
     played = play_method(name, 4, 12, accumulate, COSTS, **keys)
-    schedule = played.schedule
-    takes = {"forward": COSTS.forward, "backward": COSTS.backward, "update": COSTS.update}
     halves = zip(COSTS.backward, COSTS.weight_gradient)
-    takes["input gradient"] = [whole - part for whole, part in halves]
-    takes["weight gradient"] = COSTS.weight_gradient
-    whole = schedule.is_whole if len(schedule.passes) > 2 else np.ones((4, 12), np.bool_)
-    for stage in range(4):
-        numbers = {"forward": range(12), "update": range(12 // accumulate)}
-        numbers["backward"] = np.flatnonzero(whole[stage])
-        numbers["input gradient"] = numbers["weight gradient"] = np.flatnonzero(~whole[stage])
-        for kind, expected in numbers.items():
-            events = [e for e in played.rows if (e.stage, e.kind) == (stage, kind)]
-            assert sorted(e.microbatch for e in events) == [*expected]
-            assert {e.end_ns - e.start_ns for e in events} <= {takes[kind][stage]}
-    devices = set(schedule.device_of_stage)
+    takes = {
+        "forward": COSTS.forward,
+        "backward": COSTS.backward,
+        "input gradient": [whole - part for whole, part in halves],
+        "weight gradient": COSTS.weight_gradient,
+        "update": COSTS.update,
+    }
+    work = [e for e in played.rows if e.kind in takes]
+    assert all(e.end_ns - e.start_ns == takes[e.kind][e.stage] for e in work)
+    done = Counter((e.kind, e.stage, e.microbatch) for e in work)
+    for place in itertools.product(range(4), range(12)):
+        forward, whole, half, other_half, _ = (done[(kind, *place)] for kind in takes)
+        assert forward == whole + half == 1 and half == other_half
+    assert sum(e.kind == "update" for e in work) == 4 * 12 // accumulate
+    devices = set(played.schedule.device_of_stage)
     sent = sum(e.bytes for e in played.rows if e.kind == "send")
     assert len(devices) < 4 or sent == 12 * 600 * (1 if local else 2)
+    has_halves = len(played.schedule.passes) > 2
+    ends = {(e.kind, e.device, e.microbatch, e.end_ns) for e in work}
     for device in devices:
         here = [e for e in played.rows if e.device == device and e.kind != "send"]
-        following = [*zip(here, here[1:])]
-        assert here[0].start_ns == 0 and all(a.end_ns == b.start_ns for a, b in following)
-        for wait, then in following:
-            if wait.kind == "wait" and len(schedule.passes) == 2:  # ends when the peer's pass does
+        assert here[0].start_ns == 0
+        for wait, then in zip(here, here[1:]):
+            assert wait.end_ns == then.start_ns
+            if wait.kind == "wait" and not has_halves:  # ends when the peer's pass does
                 kind = {"activations": "forward", "gradients": "backward"}[wait.carries]
-                awaited = (kind, wait.peer, wait.microbatch)
-                ends = [
-                    e.end_ns for e in played.rows if (e.kind, e.device, e.microbatch) == awaited
-                ]
-                assert wait.end_ns in ends and then.kind == kind
+                assert (kind, wait.peer, wait.microbatch, wait.end_ns) in ends and then.kind == kind
 
 
 def test_only_the_window_is_recorded_with_pauses_between() -> None:
@@ -176,9 +149,8 @@ def test_a_slow_stage_is_visible_in_the_trace(tmp_path: Path) -> None:
     config = load_modelled_config("method=pipedream", "steps=2")
     report = train(config, tmp_path / "run", model=model, quiet=True)
     trace = read_store(tmp_path / "run" / "trace" / "modelled.trace")
-    other_data = read_trace_file(tmp_path / "run")["otherData"]
-    assert trace.metadata["modelled"] is other_data["modelled"] is True
-    assert "measured on this machine" in other_data["why_modelled"]
+    assert read_trace_file(tmp_path / "run")["otherData"] == trace.metadata
+    assert trace.metadata["modelled"] is True
     rows = list(trace.events.rows())
     durations = {(e.kind, e.stage): e.end_ns - e.start_ns for e in rows if e.microbatch == 1}
     has_backward_times = hasattr(torch._C._autograd, "_get_sequence_nr")  # torch 2.0 does not
@@ -209,12 +181,7 @@ def test_profiling_leaves_nothing_behind(pairs: Tuple[str, ...]) -> None:
     assert_same(before, job.model.state_dict())
     assert torch.equal(random, torch.get_rng_state()) and not job.model.training
     assert all(a is b for a, b in zip(gradients, [p.grad for p in job.model.parameters()]))
-    after = job.optimizer.state_dict()
-    assert after["param_groups"] == state["param_groups"]
-    assert after["state"].keys() == state["state"].keys()
-    for key, entries in state["state"].items():
-        for a, b in zip(entries.values(), after["state"][key].values()):
-            assert a is b is None or torch.equal(a, b)
+    torch.testing.assert_close(job.optimizer.state_dict(), state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("error", [CancelledError("no"), SystemExit("no")])
@@ -240,7 +207,7 @@ def test_the_numbers_of_a_run_are_those_without_a_profile(
     summary = read_summary(tmp_path / "b")
     assert summary["modelled_utilization"] is None and summary["planned_utilization"] > 0
     reason = read_store(tmp_path / "b" / "trace" / "modelled.trace").metadata["why_modelled"]
-    assert "FLOPs" in reason and f"could not be timed ({type(error).__name__}: no)" in reason
+    assert f"({type(error).__name__}: no)" in reason
     job = build(load_modelled_config("method=gpipe"))
     position = Position(seconds=10.0, timed_updates=5)
     costs = choose_stage_costs(job, StageSeconds((), (), (), "why"), position).costs

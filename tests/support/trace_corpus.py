@@ -18,7 +18,9 @@ what is slow is slower by a factor of 20 or more:
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 import socket
@@ -28,6 +30,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, NamedTuple, Optional
+from unittest import mock
 
 import torch
 from torch import distributed as dist
@@ -69,10 +72,7 @@ class Recording(NamedTuple):
     @property
     def ranks(self) -> int:
         """Return the number of processes."""
-        count = 1
-        for size in self.sizes.values():
-            count *= size
-        return count
+        return math.prod(self.sizes.values())
 
 
 CORPUS: Dict[str, Recording] = {
@@ -218,11 +218,14 @@ class Rank(NamedTuple):
             fully_shard(stage, mesh=self.mesh["fsdp"])
         return stage
 
-    def average(self, modules: List[nn.Module]) -> None:
-        """Add up the gradients of replicas."""
-        for parameter in (p for module in modules for p in module.parameters()):
-            if self.get_group("dp") is not None:
-                dist.all_reduce(parameter.grad, group=self.get_group("dp"))
+    def finish_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add up the gradients of replicas, and update the weights."""
+        group = self.get_group("dp")
+        if group is not None:
+            for parameter in optimizer.param_groups[0]["params"]:
+                dist.all_reduce(parameter.grad, group=group)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def make_runtime_update(rank: Rank) -> Callable[[torch.Tensor], None]:
@@ -247,16 +250,13 @@ def make_runtime_update(rank: Rank) -> Callable[[torch.Tensor], None]:
     schedule = make_schedule(
         stages if is_multi else stages[0], MICROBATCHES, loss_fn=nn.functional.mse_loss
     )
-    parameters = [p for module in modules.values() for p in module.parameters()]
-    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    optimizer = torch.optim.SGD(nn.ModuleList(modules.values()).parameters(), lr=0.01)
 
     def update(x: torch.Tensor) -> None:
         arguments = [x] if any(stage.is_first for stage in stages) else []
         targets = {"target": x} if any(stage.is_last for stage in stages) else {}
         schedule.step(*arguments, **targets)
-        rank.average([*modules.values()])
-        optimizer.step()
-        optimizer.zero_grad()
+        rank.finish_update(optimizer)
 
     return update
 
@@ -317,13 +317,11 @@ class Loop:
         for work in self.works:
             work.wait()
         self.works = []
-        self.rank.average([self.module])
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.rank.finish_update(self.optimizer)
 
 
-def slow_runtime_messages() -> Callable[[], None]:
-    """Delay every message of PyTorch's runtime at its receiver; return the function that ends it."""
+def delay_runtime_messages() -> ContextManager[Any]:
+    """Return a context in which each message of PyTorch's runtime reaches its receiver late."""
     from torch.distributed.pipelining import schedules
 
     post = schedules._batch_p2p
@@ -332,12 +330,7 @@ def slow_runtime_messages() -> Callable[[], None]:
         works = post(operations, desc)
         return [SlowWork(w) if o.op is dist.irecv else w for o, w in zip(operations, works)]
 
-    schedules._batch_p2p = batch
-
-    def restore() -> None:
-        schedules._batch_p2p = post
-
-    return restore
+    return mock.patch.object(schedules, "_batch_p2p", batch)
 
 
 def record(case: Recording) -> Any:
@@ -347,22 +340,19 @@ def record(case: Recording) -> Any:
     rank = Rank(case, mesh)
     update = Loop(rank).update if case.schedule == "loop" else make_runtime_update(rank)
     update(torch.ones(MICROBATCHES * 2, WIDTH))
-    restore = slow_runtime_messages() if rank.receives_late else lambda: None
+    late = delay_runtime_messages() if rank.receives_late else contextlib.nullcontext()
     cores = os.sched_getaffinity(0)
     if case.cause == "cores":
         os.sched_setaffinity(0, {min(cores)})
     delay = LOADS if rank.position == 0 and case.cause in ("data", "host") else 0.0
     dataset = SlowBatches(delay)
-
-    def load() -> Iterator[torch.Tensor]:
-        yield from map(dataset.__getitem__, range(UPDATES))
-
+    loaded: Any = map(dataset.__getitem__, range(UPDATES))
     dist.barrier()
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=case.shapes) as profiler:
-        loader = torch.utils.data.DataLoader(dataset, batch_size=None)
-        for x in loader if case.cause == "data" else load():
+    with late, profile(activities=[ProfilerActivity.CPU], record_shapes=case.shapes) as profiler:
+        if case.cause == "data":
+            loaded = torch.utils.data.DataLoader(dataset, batch_size=None)
+        for x in loaded:
             update(x)
-    restore()
     os.sched_setaffinity(0, cores)
     dist.barrier()
     return profiler
