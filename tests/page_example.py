@@ -6,7 +6,7 @@ from typing import Any, Dict, Tuple
 
 from ipu_pipe.report.analysis.analyze import analyze
 from ipu_pipe.schedule.clock import Costs
-from ipu_pipe.trace.events import MEMORY, Counter, Counters, Event, Events, Trace
+from ipu_pipe.trace.events import MEMORY, Counter, Counters, Trace
 from tests.support.modelled import play_method
 
 STAGES, ACCUMULATE, MICROBATCHES = 4, 4, 40
@@ -19,33 +19,20 @@ def make_example_trace(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]
     costs = Costs([1.0, 2.1, 1.0, 0.9], [1.9, 4.0, 2.0, 1.8], [0.2] * STAGES, link=0.1)
     keys = {"unit_ns": 1e6, "boundary_bytes": [SIZE] * (STAGES - 1)}
     played = play_method("pipedream_flush", STAGES, MICROBATCHES, ACCUMULATE, costs, **keys)
-    work = [event for event in played.rows if event.kind in ("forward", "backward", "update")]
-    events = [*work]
     counters = [
         Counter(s, MEMORY[kind], 0, (s + 2.0) * SIZE)
         for s in range(STAGES)
         for kind in ("weights", "versions")
     ]
     for s in range(STAGES):
-        alive, at = 0, 0
-        for e in sorted((e for e in work if e.device == s), key=lambda e: (e.end_ns, e.start_ns)):
-            towards, what = (1, "activations") if e.kind == "forward" else (-1, "gradients")
-            if e.start_ns - at > 1000 and e.kind != "update":
-                wait = Event(
-                    s, s, "wait", e.microbatch, at, e.start_ns, -1, None, s - towards, what
-                )
-                events.append(wait)
-            if e.bytes is not None:
-                times = e.end_ns, e.end_ns + 90_000
-                sent = Event(s, s, "send", e.microbatch, *times, -1, e.bytes, s + towards, what)
-                events.append(sent)
-            if e.kind != "update":
-                alive += towards
-                sizes = {"activations": 3.0 * alive, "gradients": 2.0 * (towards < 0)}
-                counters += [
-                    Counter(s, MEMORY[kind], e.end_ns, size * SIZE) for kind, size in sizes.items()
-                ]
-            at = e.end_ns
+        alive = 0
+        passes = [e for e in played.rows if e.device == s and e.kind in ("forward", "backward")]
+        for e in sorted(passes, key=lambda e: e.end_ns):
+            is_backward = e.kind == "backward"
+            alive += -1 if is_backward else 1
+            sizes = {"activations": 3.0 * alive, "gradients": 2.0 * is_backward}
+            for kind, size in sizes.items():
+                counters.append(Counter(s, MEMORY[kind], e.end_ns, size * SIZE))
     metadata = {
         "schema": 1, "run": name, "method": "pipedream_flush", "method_args": {}, "backend": "distributed", "stages": STAGES,
         "replicas": 1, "microbatches": MICROBATCHES, "accumulate": ACCUMULATE, "step_samples": 8 * ACCUMULATE,
@@ -56,7 +43,7 @@ def make_example_trace(name: str = "an example") -> Tuple[Trace, Dict[str, Any]]
              "backward_flops": 1e9, "crossing_bytes": SIZE} for u in range(2 * STAGES)
         ],
     }  # fmt: skip
-    trace = Trace(Events.from_rows(events), Counters.from_rows(counters), metadata)
+    trace = Trace(played.events, Counters.from_rows(counters), metadata)
     return trace, analyze(trace, "runs/example")
 
 
@@ -64,12 +51,7 @@ def make_split_example_trace() -> Tuple[Trace, Dict[str, Any]]:
     """Make a modelled trace of DualPipeV: split and whole backwards, two stages on each of two devices."""
     costs = Costs([1.0] * STAGES, [2.0] * STAGES, [0.2] * STAGES)
     played = play_method("dualpipe_v", STAGES, 2 * ACCUMULATE, ACCUMULATE, costs, unit_ns=1e6)
-    metadata = {
-        "method": "dualpipe_v",
-        "stages": STAGES,
-        "accumulate": ACCUMULATE,
-        "modelled": True,
-    }
-    metadata["device_of_stage"] = [0, 1, 1, 0]
+    metadata = {"method": "dualpipe_v", "stages": STAGES, "accumulate": ACCUMULATE}
+    metadata.update(modelled=True, device_of_stage=[0, 1, 1, 0])
     trace = Trace(played.events, played.counters, metadata)
     return trace, analyze(trace, "runs/split")

@@ -9,23 +9,20 @@ import numpy as np
 import pytest
 
 from ipu_pipe.schedule.actions import Kind
-from ipu_pipe.schedule.colours import COLOURS
-from ipu_pipe.schedule.drawing import MOST_MICROBATCHES, MOST_ROWS, MOST_SLOTS
+from ipu_pipe.schedule.drawing import MOST_ROWS, MOST_SLOTS
 from ipu_pipe.schedule.methods import resolve_method
 from ipu_pipe.schedule.rows import format_text
 from ipu_pipe.schedule.timelines import make_schedule
 from ipu_pipe.schedule.versions import VersionTable
 
-WORDS = {kind.word: kind for kind in Kind}
-
 
 class Page(HTMLParser):
-    """The parsed drawing: (text, title, style) of the passes by row and column, and the text below."""
+    """The parsed drawing: (text, title) of the passes by row and column, and the text below."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: set = set()
-        self.rows: List[List[List[Tuple[str, str, str]]]] = []
+        self.rows: List[List[List[Tuple[str, str]]]] = []
         self.below, self._open = "", []
         self.feed(text)
         self.close()
@@ -35,7 +32,7 @@ class Page(HTMLParser):
         self.tags.add(tag)
         # an element without an end
         if tag != "input":
-            self._open.append((tag, dict(attributes)))
+            self._open.append((tag, dict(attributes).get("title", "")))
         if tag == "tr":
             self.rows.append([])
         elif tag in ("td", "th"):
@@ -45,12 +42,8 @@ class Page(HTMLParser):
         assert self._open.pop()[0] == tag
 
     def handle_data(self, data: str) -> None:
-        tags = [tag for tag, _ in self._open]
-        attributes = self._open[-1][1]
-        if "table" in tags:
-            self.rows[-1][-1].append(
-                (data, attributes.get("title", ""), attributes.get("style", ""))
-            )
+        if "table" in dict(self._open):
+            self.rows[-1][-1].append((data, self._open[-1][1]))
         else:
             self.below += data
 
@@ -83,30 +76,21 @@ def test_every_pass_and_update_is_drawn(method: str, accumulate: int, args: Dict
     assert len(page.rows) == 1 + len(devices)
     assert [cell[0][0] for cell in page.rows[0]] == ["slot", *map(str, range(schedule.slot_count))]
     forward, backward = table.window(0, 8)
-    expected: Dict[Tuple[int, int], List[Tuple[str, int, str]]] = {}
-    for kind, grid in schedule.spell_out(0, schedule.slot_count).items():
+    expected: Dict[Tuple[int, int], List[str]] = {}
+    grids = [*schedule.spell_out(0, schedule.slot_count).items()]
+    for kind, grid in [*grids, (Kind.UPDATE, schedule.update_grid(0, schedule.slot_count))]:
         read = {Kind.FORWARD: forward, Kind.WEIGHT_GRADIENT: None}.get(kind, backward)
         for stage, slot in np.argwhere(grid >= 0).tolist():
-            m = grid[stage, slot]
-            title = f"{kind.word} of microbatch {m} on stage {stage}"
-            title += "" if read is None else f" reads weight version {read[stage, m]}"
-            place = schedule.device_of_stage[stage], slot
-            expected.setdefault(place, []).append((kind.word, stage, title))
-    updates = schedule.update_grid(0, schedule.slot_count)
-    for stage, slot in np.argwhere(updates >= 0).tolist():
-        k = updates[stage, slot]
-        title = f"update {k} of stage {stage} makes weight version {k + 1}"
-        place = schedule.device_of_stage[stage], slot
-        expected.setdefault(place, []).append(("update", stage, title))
+            number = grid[stage, slot]
+            title = f"{kind.word} of microbatch {number} on stage {stage}"
+            if kind is Kind.UPDATE:
+                title = f"update {number} of stage {stage} makes weight version {number + 1}"
+            elif read is not None:
+                title += f" reads weight version {read[stage, number]}"
+            expected.setdefault((schedule.device_of_stage[stage], slot), []).append(title)
     for row, device in zip(page.rows[1:], devices):
         for slot, cell in enumerate(row[1:]):
-            passes = expected.get((device, slot), [])
-            assert [title for _, title, _ in cell] == ([title for *_, title in passes] or [""])
-            for (text, _, style), (word, stage, _) in zip(cell, passes):
-                assert f"background:{COLOURS[word][0]};" in style
-                assert text == "*" if word == "update" else text.startswith(WORDS[word].value)
-                assert word == "update" or len(devices) == 4 or text.endswith(f"@{stage}")
-    assert "weight versions on hover" in page.below
+            assert [title for _, title in cell] == expected.get((device, slot), [""])
 
 
 def test_a_whole_backward_among_split_ones_takes_two_slots() -> None:
@@ -114,7 +98,7 @@ def test_a_whole_backward_among_split_ones_takes_two_slots() -> None:
     table = make_version_table("dualpipe_v", 4, 8, 8)
     text_rows = [line.split()[2:] for line in format_text(table.schedule).splitlines()[1:]]
     rows = Page(table._repr_html_()).rows[1:]
-    words = [["".join(text for text, _, _ in cell) for cell in row[1:]] for row in rows]
+    words = [["".join(text for text, _ in cell) for cell in row[1:]] for row in rows]
     assert words == [[word.replace(".", "\u00b7") for word in row] for row in text_rows]
     assert any("=" in row for row in words)
 
@@ -125,15 +109,4 @@ def test_a_large_schedule_is_cut_with_a_note_and_alone_has_no_versions() -> None
     assert len(page.rows) == 1 + MOST_ROWS and {len(row) for row in page.rows} == {1 + MOST_SLOTS}
     assert f"{schedule.slot_count - MOST_SLOTS} more slots; 8 more stages" in page.below
     assert "version" not in page.below
-    assert "forward of microbatch 0 on stage 0" in [title for _, title, _ in page.rows[1][1]]
-
-
-def test_versions_as_text() -> None:
-    table = make_version_table("pipemare", 3, 40, 1)
-    forward, backward = table.window(0, MOST_MICROBATCHES)
-    _, header, *rows, note = repr(table).splitlines()
-    assert header.split() == ["microbatch", *map(str, range(MOST_MICROBATCHES)), "delay"]
-    for s, row in enumerate(rows):
-        pairs = [f"{f}/{b}" for f, b in zip(forward[s].tolist(), backward[s].tolist())]
-        assert row.split() == ["stage", str(s), *pairs, str(table.greatest_lag()[s])]
-    assert note == f"({MOST_MICROBATCHES} of 40 microbatches, 3 of 3 stages shown)"
+    assert "forward of microbatch 0 on stage 0" in [title for _, title in page.rows[1][1]]
