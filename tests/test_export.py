@@ -25,8 +25,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a run with auxiliary heads and checkpoints after 4, 8 and 12 updates; return its folder."""
     out = tmp_path_factory.mktemp("trained") / "run"
     keys = [
-        "checkpoint.every=4",
-        "checkpoint.keep=9",
+        "checkpoint={every: 4, keep: 9}",
         "model.args.width=8",
         "stages=2",
         "method=local_greedy",
@@ -97,10 +96,8 @@ def test_the_current_folder_is_a_checkpoint_but_no_new_folder(
 def test_a_model_of_transformers_is_exported_to_its_own_layout(tmp_path: Path) -> None:
     third_party = pytest.importorskip("tests.third_party")
     torch.manual_seed(1)
-    model, other = (
-        third_party.make_hugging_gpt2(),
-        third_party.make_hugging_gpt2(),
-    )  # whose head is its embedding
+    # whose head is its embedding
+    model, other = (third_party.make_hugging_gpt2() for _ in range(2))
     path = checkpoint.save(tmp_path / "run" / "checkpoints", 3, model.state_dict(), {}, {})
     assert ipu_pipe.export(tmp_path / "run", tmp_path / "gpt2", into=other) == path
     assert {"config.json", "model.safetensors"} <= {

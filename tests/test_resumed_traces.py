@@ -11,17 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from ipu_pipe.backends.processes import trace as process_trace
-from ipu_pipe.config.load import configure
 from ipu_pipe.errors import end_process
 from ipu_pipe.model import timing
-from ipu_pipe.run.train import train
 from ipu_pipe.trace.events import Trace
 from ipu_pipe.trace.reading import read_trace
-from tests import forked, sleeping_model
-from tests.sleeping_model import BATCH
+from tests import forked
 from tests.support.runs import needs_processes
 from tests.support.slow import mark_slow
-from tests.test_measured_traces import finish_ranks, start_ranks
+from tests.test_measured_traces import finish_ranks, start_ranks, train_sleeping_model
 
 KEYS = {"log": {"tensorboard": False}, "checkpoint": {"every": 4}}
 
@@ -50,17 +47,6 @@ def assert_traces_match(resumed: Trace, whole: Trace, final_evaluations: int = 0
     assert metadata[0] == metadata[1]
     assert set(resumed.counters.name.tolist()) == set(whole.counters.name.tolist())
     assert resumed.notes == whole.notes == ()
-
-
-def train_sleeping_model(folder: Path, **keys: Any) -> None:
-    config = configure(
-        stages=["two"], micro_batch_size=BATCH, evaluate={"every": 0}, optimizer={"lr": 0.01}, **KEYS,
-        **{"method": "pipedream", **keys},
-    )  # fmt: skip
-    model, data = sleeping_model.make_sleeping_model(), sleeping_model.make_sleeping_data()
-    train(
-        config, folder, model=model, data=data, resume=(folder / "config.yaml").exists(), quiet=True
-    )
 
 
 def _check_clock_offsets(rank: int, store: str) -> None:
@@ -96,8 +82,9 @@ def test_the_trace_of_a_resumed_run_on_processes(tmp_path: Path) -> None:
 )
 def test_the_trace_of_a_resumed_run_on_the_emulator(method: str, tmp_path: Path) -> None:
     for name, steps in (("whole", 8), ("resumed", 4), ("resumed", 8)):
-        keys = {"method": method, "steps": steps, "gradient_accumulation": 2}
-        train_sleeping_model(tmp_path / name / "run", **keys)
+        keys = {"method": method, "steps": steps, "gradient_accumulation": 2, **KEYS}
+        resume = (tmp_path / name).exists()
+        train_sleeping_model(tmp_path / name / "run", resume, **keys)
     assert_traces_match(*(read_trace(tmp_path / name / "run") for name in ("resumed", "whole")))
 
 
@@ -109,6 +96,6 @@ def test_the_metadata_of_a_trace_do_not_tell_how_often_a_busy_machine_timed_its_
     whys = []
     for repeats in (2, 7):
         monkeypatch.setattr(timing, "MOST_REPEATS", repeats)
-        train_sleeping_model(tmp_path / str(repeats), steps=1)
+        train_sleeping_model(tmp_path / str(repeats), steps=1, **KEYS)
         whys.append(read_trace(tmp_path / str(repeats)).metadata["why_modelled"])
     assert whys[0] == whys[1]
