@@ -25,7 +25,7 @@ from tests.page_example import (
     make_split_example_trace,
 )
 from tests.support.runs import ROOT
-from tests.test_trace_profiler import write_two_ranks
+from tests.test_trainer_traces import NAMES, make_host_records, write_ranks
 
 pytestmark = pytest.mark.browser
 FLAGS = (
@@ -51,6 +51,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
+def wait_until(is_true: Callable[[], Any]) -> None:
+    """Wait at most a minute until a question is answered by yes."""
+    end = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 class BrowserPage:
     """An open page; at the end it must have logged no message and sent no request to the
     network."""
@@ -62,25 +70,18 @@ class BrowserPage:
         driver.get_log("browser")
         driver.get_log("performance")
         driver.get(path.as_uri())
-        self.wait_until(
+        wait_until(
             lambda: self.run_script("return document.documentElement.dataset.ready === 'true'")
         )
 
     def run_script(self, code: str, *args: Any) -> Any:
         return self.driver.execute_script(code, *args)
 
-    def wait_until(self, true: Callable[[], Any], seconds: float = 60) -> Any:
-        end = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < end, (
-                self.read_text("body")[:300],
-                self.driver.get_log("browser"),
-            )
-            time.sleep(0.02)
-        return true()
-
     def find(self, css: str) -> Any:
         return self.driver.find_element("css selector", css)
+
+    def find_all(self, css: str) -> List[Any]:
+        return self.driver.find_elements("css selector", css)
 
     def read_text(self, css: str) -> str:
         return str(self.find(css).text).replace("\u202f", " ")
@@ -91,7 +92,7 @@ class BrowserPage:
         self.run_script(
             "window.drawn = 0; requestAnimationFrame(() => requestAnimationFrame(() => window.drawn = 1))"
         )
-        self.wait_until(lambda: self.run_script("return window.drawn"))
+        wait_until(lambda: self.run_script("return window.drawn"))
         return [float(self.find("#canvas").get_attribute(f"data-{end}")) for end in ("from", "to")]
 
     def hover(self, share: float, row: int = 0) -> None:
@@ -139,8 +140,11 @@ class BrowserPage:
         assert urls and all(url.startswith(("file:", "data:")) for url in urls), urls
 
 
+OpenPage = Callable[..., BrowserPage]
+
+
 @pytest.fixture
-def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., BrowserPage]]:
+def open_page(browser: Any, tmp_path: Path) -> Iterator[OpenPage]:
     """Return a function that writes a page and opens it; check at the end that the last page was
     quiet."""
     pages = []
@@ -155,32 +159,26 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Callable[..., BrowserPag
 
 
 def test_the_answer_comes_first_and_every_figure_says_what_it_is(
-    open_page: Callable[..., BrowserPage],
+    open_page: OpenPage,
 ) -> None:
     page = open_page(*make_example_trace())
-    assert page.read_text("h1") == "Trace of an example" and "740 events" in page.read_text(
-        "#subtitle"
-    )
+    assert page.read_text("h1") == "Trace of an example"
+    assert "740 events" in page.read_text("#subtitle")
     assert page.read_text("#bottleneck").startswith(
         "Stage 1 (from blocks.1.0) on device 1: device 1 with stage 1 computes for 6.15 ms"
     )
-    tiles = {
-        t.text.split("\n")[0]: t.text.replace("\u202f", " ").split("\n")[1:]
-        for t in page.driver.find_elements("css selector", ".tile")
-    }
-    assert tiles["Utilization of devices"] == ["50.3 %", "measured"]
-    assert tiles["Utilization of the schedule"] == ["57.0 %", "planned"]
-    assert tiles["Gain by moving boundaries"] == ["+2.1 %", "predicted"]
-    sections = page.driver.find_elements(
-        "css selector", "main > section:not(#answer):not(#notes) h2"
-    )
+    tiles = [tile.text.replace("\u202f", " ") for tile in page.find_all(".tile")]
+    assert "Utilization of devices\n50.3 %\nmeasured" in tiles
+    assert "Utilization of the schedule\n57.0 %\nplanned" in tiles
+    assert "Gain by moving boundaries\n+2.1 %\npredicted" in tiles
+    sections = page.find_all("main > section:not(#answer):not(#notes) h2")
     assert len(sections) == 8 and all(heading.text.endswith("measured") for heading in sections)
     assert page.find("html").get_attribute("lang") == "en"
-    for labelled in page.driver.find_elements("css selector", "canvas, svg, .stacked"):
+    for labelled in page.find_all("canvas, svg, .stacked"):
         assert labelled.get_attribute("aria-label")
 
 
-def test_zooming_panning_and_the_whole_run_again(open_page: Callable[..., BrowserPage]) -> None:
+def test_zooming_panning_and_the_whole_run_again(open_page: OpenPage) -> None:
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
 
@@ -206,37 +204,30 @@ def test_zooming_panning_and_the_whole_run_again(open_page: Callable[..., Browse
     ActionChains(page.driver).double_click(canvas).perform()
     assert page.wait_until_drawn() == whole
     page.send_keys("+++")
-    assert page.wait_until_drawn()[1] - page.wait_until_drawn()[0] == pytest.approx(
-        0.6**3 * whole[1]
-    )
-    begin = page.wait_until_drawn()[0]
+    near = page.wait_until_drawn()
+    assert near[1] - near[0] == pytest.approx(0.6**3 * whole[1])
     page.send_keys("\ue014")  # right
-    assert page.wait_until_drawn()[0] > begin
+    assert page.wait_until_drawn()[0] > near[0]
     page.send_keys("\ue012-0")  # left
     assert page.wait_until_drawn() == whole
     page.find("#zoom-in").click()
-    assert page.wait_until_drawn()[1] - page.wait_until_drawn()[0] == pytest.approx(whole[1] / 2)
+    begin, end = page.wait_until_drawn()
+    assert end - begin == pytest.approx(whole[1] / 2)
 
 
-def test_searching_hovering_and_choosing_kinds(open_page: Callable[..., BrowserPage]) -> None:
-    page = open_page(*make_example_trace())
+def test_searching_hovering_and_choosing_kinds(open_page: OpenPage) -> None:
+    trace, analysis = make_example_trace()
+    page = open_page(trace, analysis)
     whole = page.wait_until_drawn()
     page.send_keys("13\n", "#microbatch")
-    results = page.wait_until_drawn()
-    assert (
-        page.read_text("#status").startswith("microbatch 13: 16 events")
-        and results[1] - results[0] < 0.2 * whole[1]
-    )
-    trace, _ = make_example_trace()
+    begin, end = page.wait_until_drawn()
+    assert page.read_text("#status").startswith("microbatch 13: 16 events")
+    assert end - begin < 0.2 * whole[1]
     events = [e for e in trace.events.rows() if e.microbatch == 13 and e.kind != "update"]
-    assert (
-        results[0] < min(e.start_ns for e in events) and max(e.end_ns for e in events) < results[1]
-    )
+    assert all(begin < e.start_ns and e.end_ns < end for e in events)
     (forward,) = [e for e in events if e.kind == "forward" and e.stage == 1]
-    page.hover(
-        ((forward.start_ns + forward.end_ns) / 2 - results[0]) / (results[1] - results[0]), row=1
-    )
-    page.wait_until(lambda: page.find("#tip").is_displayed())
+    page.hover(((forward.start_ns + forward.end_ns) / 2 - begin) / (end - begin), row=1)
+    wait_until(lambda: page.find("#tip").is_displayed())
     assert page.read_text("#tip").split("\n") == [
         "forward of microbatch 13", "stage 1, device 1", "2.1 ms from 92.0 ms (measured)", "reads weights' version 3",
         "512 KiB handed on",
@@ -249,82 +240,69 @@ def test_searching_hovering_and_choosing_kinds(open_page: Callable[..., BrowserP
     assert button.get_attribute("aria-pressed") == "false" and page.count_colours() < colours
     page.find("#microbatch").clear()
     page.send_keys("9999\n", "#microbatch")
-    page.wait_until(lambda: page.read_text("#status") == "no events of microbatch 9999")
+    wait_until(lambda: page.read_text("#status") == "no events of microbatch 9999")
 
 
 def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
-    open_page: Callable[..., BrowserPage],
+    open_page: OpenPage,
 ) -> None:
     page = open_page(*make_split_example_trace())
-    kinds = [
-        button.get_attribute("data-kind")
-        for button in page.driver.find_elements("css selector", "#legend button")
-    ]
+    kinds = [button.get_attribute("data-kind") for button in page.find_all("#legend button")]
     assert {"backward", "input gradient", "weight gradient"} < set(kinds)
-    inks = page.run_script(
-        "return [...document.querySelectorAll('#legend .swatch')].map(swatch => getComputedStyle(swatch).backgroundColor)"
-    )
-    assert len(set(inks)) == len(kinds)
+    swatches = page.find_all("#legend .swatch")
+    inks = {swatch.value_of_css_property("background-color") for swatch in swatches}
+    assert len(inks) == len(kinds)
     page.send_keys("3\n", "#microbatch")
     page.wait_until_drawn()
     page.find("#in-view summary").click()
-    page.wait_until(lambda: "weight gradient of microbatch" in page.read_text("#in-view"))
-    assert "0 (" in page.read_text("#devices tbody tr") and "3 (" in page.read_text(
-        "#devices tbody tr"
-    )
+    wait_until(lambda: "weight gradient of microbatch" in page.read_text("#in-view"))
+    device = page.read_text("#devices tbody tr")
+    assert "0 (" in device and "3 (" in device
     # columns of which nothing is known are left out
     assert page.read_text("#stages thead").endswith(
         "forward backward input gradient weight gradient update"
     )
 
 
-def test_without_a_mouse_and_as_tables(open_page: Callable[..., BrowserPage]) -> None:
+def test_without_a_mouse_and_as_tables(open_page: OpenPage) -> None:
     page = open_page(*make_example_trace())
     page.send_keys("\ue015n")  # down, next
-    page.wait_until(lambda: "device 0" in page.read_text("#status"))
+    wait_until(lambda: "device 0" in page.read_text("#status"))
     first = page.read_text("#status")
     page.send_keys("nn")
-    page.wait_until(lambda: page.read_text("#status") not in ("", first))
+    wait_until(lambda: page.read_text("#status") not in ("", first))
     assert page.find("#tip").is_displayed()
     page.find("#in-view summary").click()
-    page.wait_until(
-        lambda: len(page.driver.find_elements("css selector", "#in-view tbody tr")) == 200
-    )
+    wait_until(lambda: len(page.find_all("#in-view tbody tr")) == 200)
     page.send_keys("13\n", "#microbatch")
     page.wait_until_drawn()
-    page.wait_until(
-        lambda: 16 <= len(page.driver.find_elements("css selector", "#in-view tbody tr")) < 100
-    )
+    wait_until(lambda: 16 <= len(page.find_all("#in-view tbody tr")) < 100)
     assert "forward of microbatch 13" in page.read_text("#in-view")
 
 
-def test_memory_traffic_and_the_other_views(open_page: Callable[..., BrowserPage]) -> None:
+def test_memory_traffic_and_the_other_views(open_page: OpenPage) -> None:
     trace, analysis = make_example_trace()
     longest = [{"microbatch": 7, "at_ns": 60_000_000, "duration_ns": 3_500_000}]
     counts = {"count": 2, "lost_ns": 5_000_000, "median_ns": 9e5}
     row = {"stage": 3, "kind": "forward", **counts, "longest": longest}
     page = open_page(trace, {**analysis, "stragglers": [row]})
-    figures = page.driver.find_elements("css selector", "#memory figure")
-    assert len(figures) == STAGES and all(
-        len(f.find_elements("css selector", "path")) == 4 for f in figures
-    )
-    assert "device 0: peak 8 MiB at 4 ms" in page.read_text("#memory")
-    assert "microbatches under way: 0, 1, 2, 3" in page.read_text("#memory")
-    assert page.read_text("#traffic tbody tr") == "0 \u00b7 20 MiB \u00b7 \u00b7"
-    assert "100 µs (least 100 µs)" in page.read_text("#traffic")
-    assert len(page.driver.find_elements("css selector", "#devices tbody tr")) == STAGES
+    assert len(page.find_all("#memory figure")) == len(page.find_all("#devices tbody tr")) == STAGES
+    assert len(page.find_all("#memory figure path")) == 4 * STAGES
+    texts = {
+        "#memory": ["device 0: peak 8 MiB at 4 ms", "microbatches under way: 0, 1, 2, 3"],
+        "#traffic": ["\n0 \u00b7 20 MiB \u00b7 \u00b7\n", "100 µs (least 100 µs)"],
+        "#staleness": ["0 (at most 0)"],
+        "#stragglers": ["3.5 ms (microbatch 7)"],
+        "#stages": ["stage 1 (from blocks.1.0)"],
+    }
+    for section, parts in texts.items():
+        assert all(part in page.read_text(section) for part in parts), section
     waits = page.read_text("#waits tbody").split("\n")
     assert len(waits) == STAGES and waits[0].split()[1] == "\u00b7"
-    assert "0 (at most 0)" in page.read_text(
-        "#staleness"
-    ) and "3.5 ms (microbatch 7)" in page.read_text("#stragglers")
-    assert "stage 1 (from blocks.1.0)" in page.read_text("#stages")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_both_colour_schemes_and_a_narrow_window(
-    open_page: Callable[..., BrowserPage], scheme: str
-) -> None:
+def test_both_colour_schemes_and_a_narrow_window(open_page: OpenPage, scheme: str) -> None:
     page = open_page(*make_example_trace())
     run_devtools_command = page.driver.execute_cdp_cmd
     run_devtools_command(
@@ -344,15 +322,12 @@ def test_both_colour_schemes_and_a_narrow_window(
     run_devtools_command("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_names_are_only_ever_text(open_page: Callable[..., BrowserPage]) -> None:
+def test_names_are_only_ever_text(open_page: OpenPage) -> None:
     trace, analysis = make_example_trace(HOSTILE)
     analysis["bottleneck"].update(what="link", device=3, why=HOSTILE, do=HOSTILE)
     analysis["notes"] = [HOSTILE, "</script>" + HOSTILE]
     page = open_page(trace, analysis)
-    assert (
-        page.read_text("h1") == f"Trace of {HOSTILE}"
-        and page.run_script("return document.title") == f"Trace of {HOSTILE}"
-    )
+    assert page.read_text("h1") == page.driver.title == f"Trace of {HOSTILE}"
     assert page.run_script("return window.hostile === undefined && document.images.length === 0")
     assert page.read_text("#bottleneck").startswith(f"The link from device 3: {HOSTILE}")
     assert HOSTILE in page.read_text("#stages") and HOSTILE in page.read_text("#answer")
@@ -378,10 +353,7 @@ def test_an_injected_script_does_not_run(browser: Any, tmp_path: Path) -> None:
     # any effect of the clicks is visible a frame later
     page.wait_until_drawn()
     assert page.run_script("return window.hostile === undefined")
-    assert (
-        page.run_script("return getComputedStyle(document.getElementById('attribute')).position")
-        == "static"
-    )
+    assert page.find("#attribute").value_of_css_property("position") == "static"
     assert page.run_script("return document.baseURI").startswith("file:")
     messages = [entry["message"] for entry in browser.get_log("browser")]
     assert messages and all("Content Security Policy" in message for message in messages)
@@ -389,15 +361,12 @@ def test_an_injected_script_does_not_run(browser: Any, tmp_path: Path) -> None:
 
 
 def test_missing_figures_are_left_out(
-    open_page: Callable[..., BrowserPage],
+    open_page: OpenPage,
 ) -> None:
     trace, analysis = make_example_trace()
-    for analysis_given in (
-        {},
-        dict.fromkeys(analysis),
-        {key: [] if isinstance(value, list) else value for key, value in analysis.items()},
-    ):
-        page = open_page(trace, analysis_given)
+    without_lists = {k: [] if isinstance(v, list) else v for k, v in analysis.items()}
+    for known in ({}, dict.fromkeys(analysis), without_lists):
+        page = open_page(trace, known)
         answer = page.read_text("#answer")
         assert "Bottleneck" in answer and "not known" not in answer
         assert page.wait_until_drawn()[1] > 0
@@ -410,7 +379,7 @@ def test_missing_figures_are_left_out(
 
 
 def test_a_page_with_too_many_events_shows_an_overview_and_a_window(
-    open_page: Callable[..., BrowserPage], monkeypatch: pytest.MonkeyPatch
+    open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_module, "MOST_EVENTS", 200)
     page = open_page(*make_example_trace())
@@ -421,29 +390,25 @@ def test_a_page_with_too_many_events_shows_an_overview_and_a_window(
     begin, end = page.wait_until_drawn()
     assert 0 < begin < end and page.count_colours() >= 5
     page.send_keys(f"{MICROBATCHES - 1}\n", "#microbatch")
-    page.wait_until(lambda: page.read_text("#status").endswith("in the window"))
+    wait_until(lambda: page.read_text("#status").endswith("in the window"))
 
 
 def test_the_page_of_two_of_pytorchs_pipelines_shows_both(browser: Any, tmp_path: Path) -> None:
     """The page names one subject, draws both timelines, and shows the critical path."""
-    one, two = write_two_ranks(tmp_path / "one"), write_two_ranks(tmp_path / "two")
-    (trace, analysis), other = (read_and_analyze(run) for run in (one, two))
-    write_page(tmp_path / "page.html", trace, analysis, other)
+    ranks = [make_host_records(rank, NAMES["torch"]) for rank in (0, 1)]
+    run = read_and_analyze(write_ranks(tmp_path / "run", ranks))
+    trace, analysis = run
+    write_page(tmp_path / "page.html", trace, analysis, run)
     page = BrowserPage(browser, tmp_path / "page.html")
-    read = "return document.getElementById('%s').%s"
-    bottleneck = page.run_script(read % ("bottleneck", "textContent"))
-    assert bottleneck.startswith("Stage 1 on device 1: device 1 with")
-    label = page.run_script(read % ("canvas", "getAttribute('aria-label')"))
+    assert page.read_text("#bottleneck").startswith("Stage 1 on device 1: device 1 with")
+    label = page.find("#canvas").get_attribute("aria-label")
     assert label.startswith("Timeline of 4 devices")
-    pieces = page.run_script("return document.querySelectorAll('#path i').length")
-    assert pieces == len(analysis["critical_path"]["pieces"])
-    assert "span" in page.run_script(read % ("comparison", "textContent"))
+    assert len(page.find_all("#path i")) == len(analysis["critical_path"]["pieces"])
+    assert "span" in page.read_text("#comparison")
 
 
 def test_the_sites_search_works_from_a_folder(browser: Any, tmp_path: Path) -> None:
     """Story: a page that is opened from a folder showed no search at all."""
-    from selenium.webdriver.support.wait import WebDriverWait
-
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--config-file"]
     config = str(ROOT / "docs" / "site" / "mkdocs.yml")
     subprocess.run([*command, config, "--site-dir", str(tmp_path)], check=True)
@@ -451,9 +416,8 @@ def test_the_sites_search_works_from_a_folder(browser: Any, tmp_path: Path) -> N
     field = browser.find_element("css selector", "input.md-search__input")
     field.click()
     field.send_keys("staleness")
-    WebDriverWait(browser, 30).until(
-        lambda driver: driver.find_elements("css selector", "a.md-search-result__link")
-    )
+    results = "a.md-search-result__link"
+    wait_until(lambda: browser.find_elements("css selector", results))
     assert not browser.get_log("browser")
 
 
@@ -473,7 +437,4 @@ def test_a_schedule_plays(browser: Any, tmp_path: Path) -> None:
     browser.execute_script("const s = document.querySelector('input'); s.value = 2; s.oninput()")
     assert read_seen_slots() == [slot <= 2 for slot in range(schedule.slot_count)]
     browser.execute_script("document.querySelector('button').click()")
-    end = time.monotonic() + 60
-    while not read_seen_slots()[-1] and time.monotonic() < end:
-        time.sleep(0.1)
-    assert all(read_seen_slots())
+    wait_until(lambda: all(read_seen_slots()))
