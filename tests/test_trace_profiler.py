@@ -198,6 +198,22 @@ def test_memory_records_are_counters(tmp_path: Path) -> None:
     assert (row["peak_bytes"], row["at_ns"]) == (4096, 20_000)
 
 
+def test_calls_inside_calls_are_one_message(tmp_path: Path) -> None:
+    """Story: a run of NCCL whose kernels were not recorded had each message three times."""
+    said = {"Collective name": "send", "Dst Rank": "3"}
+    records = [
+        op(0, 10),
+        op(10, 6, "c10d::send"),
+        x("record_param_comms", 11, 4, "cpu_op", **said),
+        mark("nccl:send 0->3", 12, 20, **{"Input Dims": [[5]], "Input type": ["float"]}),
+        mark("another range", 0, 60),
+        op(40, 10),
+    ]
+    trace = read_trace(write(tmp_path / "a.json", records))
+    (event,) = trace.events.select(trace.events.is_kind("send")).rows()
+    assert (event.peer, event.bytes, event.start_ns, event.end_ns) == (3, 20, 10_000, 32_000)
+
+
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 19, 64, 1 << 16])
 def test_pieces_of_any_size_are_the_same_text(piece: int, tmp_path: Path, monkeypatch: Any) -> None:
     """Names with ends of objects, keys around the records, and numbers that a piece divides."""
