@@ -51,7 +51,7 @@ def figures(path: Path, **options: Any) -> Dict[str, Any]:
     return analyze(read_trace(path, **options), str(path))
 
 
-def encode(records: Sequence[Dict[str, Any]]) -> bytes:
+def pack_records(records: Sequence[Dict[str, Any]]) -> bytes:
     """Return a file of these records."""
     return json.dumps({"traceEvents": list(records)}).encode()
 
@@ -77,20 +77,23 @@ ODD = [
     x("beyond all times, as text", "9" * 16, 3),
     x("longer than all times", 1, 10**30),
 ]
-TEXT = encode(BASE)
+TEXT = pack_records(BASE)
 # files that are read as BASE, and parts of the notes
 SAME = {
     # Story: 23 of 31 public files were refused, because their times count from 1970.
-    "since 1970": (encode(shift(EPOCH)), ""),
-    "with fractions": (encode(shift(10**12 + 0.125)), ""),
-    "text, and torch 1's categories": (encode([{**e, "cat": "Kernel"} for e in AS_TEXT]), ""),
-    "begins and ends": (encode([*PAIRS, {**BASE[0], "ph": "B", "ts": 139}]), "a begin has no end"),
+    "since 1970": (pack_records(shift(EPOCH)), ""),
+    "with fractions": (pack_records(shift(10**12 + 0.125)), ""),
+    "text, and torch 1's categories": (pack_records([{**e, "cat": "Kernel"} for e in AS_TEXT]), ""),
+    "begins and ends": (
+        pack_records([*PAIRS, {**BASE[0], "ph": "B", "ts": 139}]),
+        "a begin has no end",
+    ),
     "odd times": (
-        encode([*shift(700_000_000), *ODD]),
+        pack_records([*shift(700_000_000), *ODD]),
         "ts is 0; dur is missing; dur is negative; dur is not a number; 5 of 17 'kernel' records",
     ),
     # Story: one kernel of 10 s among kernels of 6 us made a device busy all of the time.
-    "a damaged duration": (encode([{**BASE[0], "dur": 10_000_000}, *BASE[1:]]), "run over"),
+    "a damaged duration": (pack_records([{**BASE[0], "dur": 10_000_000}, *BASE[1:]]), "run over"),
     # what viewers read
     "mark": (b"\xef\xbb\xbf" + TEXT, ""),
     "control": (TEXT.replace(b"gemm", b"ge\x01mm"), ""),

@@ -51,7 +51,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
-def wait_until(is_true: Callable[[], Any]) -> None:
+def wait_for_answer(is_true: Callable[[], Any]) -> None:
     """Wait at most a minute until a question is answered by yes."""
     end = time.monotonic() + 60
     while not is_true():
@@ -70,7 +70,7 @@ class BrowserPage:
         driver.get_log("browser")
         driver.get_log("performance")
         driver.get(path.as_uri())
-        wait_until(
+        wait_for_answer(
             lambda: self.run_script("return document.documentElement.dataset.ready === 'true'")
         )
 
@@ -92,7 +92,7 @@ class BrowserPage:
         self.run_script(
             "window.drawn = 0; requestAnimationFrame(() => requestAnimationFrame(() => window.drawn = 1))"
         )
-        wait_until(lambda: self.run_script("return window.drawn"))
+        wait_for_answer(lambda: self.run_script("return window.drawn"))
         return [float(self.find("#canvas").get_attribute(f"data-{end}")) for end in ("from", "to")]
 
     def hover(self, share: float, row: int = 0) -> None:
@@ -227,7 +227,7 @@ def test_searching_hovering_and_choosing_kinds(open_page: OpenPage) -> None:
     assert all(begin < e.start_ns and e.end_ns < end for e in events)
     (forward,) = [e for e in events if e.kind == "forward" and e.stage == 1]
     page.hover(((forward.start_ns + forward.end_ns) / 2 - begin) / (end - begin), row=1)
-    wait_until(lambda: page.find("#tip").is_displayed())
+    wait_for_answer(lambda: page.find("#tip").is_displayed())
     assert page.read_text("#tip").split("\n") == [
         "forward of microbatch 13", "stage 1, device 1", "2.1 ms from 92.0 ms (measured)", "reads weights' version 3",
         "512 KiB handed on",
@@ -240,7 +240,7 @@ def test_searching_hovering_and_choosing_kinds(open_page: OpenPage) -> None:
     assert button.get_attribute("aria-pressed") == "false" and page.count_colours() < colours
     page.find("#microbatch").clear()
     page.send_keys("9999\n", "#microbatch")
-    wait_until(lambda: page.read_text("#status") == "no events of microbatch 9999")
+    wait_for_answer(lambda: page.read_text("#status") == "no events of microbatch 9999")
 
 
 def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
@@ -255,7 +255,7 @@ def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
     page.send_keys("3\n", "#microbatch")
     page.wait_until_drawn()
     page.find("#in-view summary").click()
-    wait_until(lambda: "weight gradient of microbatch" in page.read_text("#in-view"))
+    wait_for_answer(lambda: "weight gradient of microbatch" in page.read_text("#in-view"))
     device = page.read_text("#devices tbody tr")
     assert "0 (" in device and "3 (" in device
     # columns of which nothing is known are left out
@@ -267,16 +267,16 @@ def test_halves_of_backwards_and_stages_of_a_device_are_distinguished(
 def test_without_a_mouse_and_as_tables(open_page: OpenPage) -> None:
     page = open_page(*make_example_trace())
     page.send_keys("\ue015n")  # down, next
-    wait_until(lambda: "device 0" in page.read_text("#status"))
+    wait_for_answer(lambda: "device 0" in page.read_text("#status"))
     first = page.read_text("#status")
     page.send_keys("nn")
-    wait_until(lambda: page.read_text("#status") not in ("", first))
+    wait_for_answer(lambda: page.read_text("#status") not in ("", first))
     assert page.find("#tip").is_displayed()
     page.find("#in-view summary").click()
-    wait_until(lambda: len(page.find_all("#in-view tbody tr")) == 200)
+    wait_for_answer(lambda: len(page.find_all("#in-view tbody tr")) == 200)
     page.send_keys("13\n", "#microbatch")
     page.wait_until_drawn()
-    wait_until(lambda: 16 <= len(page.find_all("#in-view tbody tr")) < 100)
+    wait_for_answer(lambda: 16 <= len(page.find_all("#in-view tbody tr")) < 100)
     assert "forward of microbatch 13" in page.read_text("#in-view")
 
 
@@ -390,7 +390,7 @@ def test_a_page_with_too_many_events_shows_an_overview_and_a_window(
     begin, end = page.wait_until_drawn()
     assert 0 < begin < end and page.count_colours() >= 5
     page.send_keys(f"{MICROBATCHES - 1}\n", "#microbatch")
-    wait_until(lambda: page.read_text("#status").endswith("in the window"))
+    wait_for_answer(lambda: page.read_text("#status").endswith("in the window"))
 
 
 def test_the_page_of_two_of_pytorchs_pipelines_shows_both(browser: Any, tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_the_sites_search_works_from_a_folder(browser: Any, tmp_path: Path) -> N
     field.click()
     field.send_keys("staleness")
     results = "a.md-search-result__link"
-    wait_until(lambda: browser.find_elements("css selector", results))
+    wait_for_answer(lambda: browser.find_elements("css selector", results))
     assert not browser.get_log("browser")
 
 
@@ -437,4 +437,4 @@ def test_a_schedule_plays(browser: Any, tmp_path: Path) -> None:
     browser.execute_script("const s = document.querySelector('input'); s.value = 2; s.oninput()")
     assert read_seen_slots() == [slot <= 2 for slot in range(schedule.slot_count)]
     browser.execute_script("document.querySelector('button').click()")
-    wait_until(lambda: all(read_seen_slots()))
+    wait_for_answer(lambda: all(read_seen_slots()))
