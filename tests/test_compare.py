@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -15,7 +16,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from html import escape
 from itertools import islice
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -35,13 +35,13 @@ from ipu_pipe.comparison.config_loop import ConfigLoop
 from ipu_pipe.comparison.kept_trainings import describe_loop
 from ipu_pipe.comparison.processes import open_workers
 from ipu_pipe.comparison.trainings import MethodRow, Training
-from ipu_pipe.comparison.verdicts import Estimate, Verdict, judge
+from ipu_pipe.comparison.verdicts import Verdict, judge
 from ipu_pipe.errors import BadInput, RunFault, run_command
 from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.refusals import BEGIN
 from ipu_pipe.report.static_page import Curve, draw_curves
 from tests.command_line import run_here
-from tests.support.runs import DIGITS, ROOT
+from tests.support.runs import DIGITS, ROOT, list_faults
 from tools.documented import list_blocks
 
 STAGES = ["2", "4", "6"]
@@ -78,16 +78,24 @@ def draw_batch() -> Any:
     return x, x[:, :4].argmax(1)
 
 
-def run(pipeline: Callable[..., Any], seed: int) -> Any:
-    """Train with an evaluation in the middle."""
+def run(pipeline: Callable[..., Any], seed: int, factor: float = 1.0) -> Any:
+    """Train with an evaluation in the middle; `factor` multiplies the rates after the scheduler."""
     model, optimizer, scheduler = make_parts(seed)
-    with pipeline(model, nn.functional.cross_entropy, optimizer) as pipe:
-        for k in range(UPDATES):
-            pipe.step(*draw_batch())
-            scheduler.step()
-            if k == UPDATES // 2:
-                pipe.evaluate([draw_batch()], ["accuracy"])
-    return {"weight": model[0].weight[0, 0]}
+    pipe = pipeline(model, nn.functional.cross_entropy, optimizer)
+    group = optimizer.param_groups[0]
+    updates: List[Any] = []
+    values = None
+    for k in range(UPDATES):
+        rate = group["lr"]
+        group["lr"] = rate * factor
+        updates += pipe.step(*draw_batch())
+        group["lr"] = rate
+        scheduler.step()
+        if k == UPDATES // 2:
+            values = pipe.evaluate([draw_batch()], ["accuracy"])
+    updates += pipe.close()
+    losses = [update.loss for update in updates]
+    return {"losses": losses, "values": values, "weight": model[0].weight[0, 0].item()}
 
 
 def compare_quietly(methods: Any, loop: Any = run, **keys: Any) -> Any:
@@ -96,39 +104,18 @@ def compare_quietly(methods: Any, loop: Any = run, **keys: Any) -> Any:
     return ipu_pipe.compare(loop, methods, **chosen)
 
 
-def train_beside(method: str, seed: int, factor: float) -> Any:
-    """Train as `run` does with a plain pipeline, whose rates are multiplied by hand after the scheduler."""
-    model, optimizer, scheduler = make_parts(seed)
-    loss = nn.functional.cross_entropy
-    pipe = ipu_pipe.Pipeline(model, loss, optimizer, method, stages=STAGES, seed=seed)
-    losses: List[Any] = []
-    values = None
-    group = optimizer.param_groups[0]
-    for k in range(UPDATES):
-        rate = group["lr"]
-        group["lr"] = rate * factor
-        losses += [update.loss for update in pipe.step(*draw_batch())]
-        group["lr"] = rate
-        scheduler.step()
-        if k == UPDATES // 2:
-            values = pipe.evaluate([draw_batch()], ["accuracy"])
-    losses += [update.loss for update in pipe.close()]
-    return losses, values, model[0].weight[0, 0].item()
-
-
 def test_the_losses_are_those_of_plain_pipelines_bit_for_bit():
     """The first training measures the stages at its first step, which changes nothing; a multiple of the rate
     acts after OneCycle."""
     methods = ["gpipe", "pipedream", "pipemare"]
-    result = compare_quietly(methods, seeds=2, rates=(1, 0.3))
-    for row in result.rows:
-        for factor in (1.0, 0.3):
-            for seed in (0, 1):
-                training = row.trainings[factor][seed]
-                losses, values, weight = train_beside(row.label, seed, factor)
-                assert training.losses == losses
-                assert training.evaluations == [{"update": UPDATES // 2 + 1, **values}]
-                assert training.returned == {"weight": weight}
+    for row in compare_quietly(methods, seeds=2, rates=(1, 0.3)).rows:
+        for factor, seed in itertools.product((1.0, 0.3), (0, 1)):
+            keys = {"method": row.label, "stages": STAGES, "seed": seed}
+            expected = run(functools.partial(ipu_pipe.Pipeline, **keys), seed, factor)
+            training = row.trainings[factor][seed]
+            assert training.losses == expected["losses"]
+            assert training.evaluations == [{"update": UPDATES // 2 + 1, **expected["values"]}]
+            assert training.returned["weight"] == expected["weight"]
 
 
 def test_the_generators_of_the_caller_go_on_as_before():
@@ -147,7 +134,6 @@ def test_a_method_with_the_same_losses_in_less_time_wins_by_the_ratio_of_the_clo
     verdict = compare_quietly(["naive", "gpipe"], seeds=2).verdicts["gpipe"]
     assert verdict.is_sooner is True
     assert verdict.share.mean == pytest.approx(7 / 16) and verdict.share.half == 0
-    assert "in 0.438 ± 0.000 of its predicted time" in verdict.sentence
     # by one seed nothing can be told
     assert compare_quietly(["naive", "gpipe"]).verdicts["gpipe"].is_sooner is None
 
@@ -157,49 +143,55 @@ def make_falling_record(losses: List[float], pace: float) -> Training:
     return Training(losses=list(losses), seconds_at=[pace * (k + 1) for k in range(len(losses))])
 
 
+def make_row(label: str, *trainings: Training) -> MethodRow:
+    """Make a method with these trainings, one a seed, at one rate."""
+    return MethodRow(label, {}, trainings={1.0: dict(enumerate(trainings))})
+
+
+FALLING = [1.0 - k / 20 for k in range(20)]
+
+
 def judge_paces(paces: Sequence[float], spread: float = 0.0, losses: int = 20) -> Verdict:
     """Judge a method with one seed for each pace against a baseline with the pace 1; the last seed has `losses`."""
-    falling = [1.0 - k / 20 for k in range(20)]
-    trainings = [make_falling_record(falling, pace) for pace in paces]
-    trainings[-1] = make_falling_record(falling[:losses], paces[-1])
-    row = MethodRow("a", {}, trainings={1.0: dict(enumerate(trainings))})
-    seeds = {seed: make_falling_record(falling, 1.0) for seed in range(len(paces))}
-    return judge(row, MethodRow("b", {}, trainings={1.0: seeds}), spread)
+    trainings = [make_falling_record(FALLING, pace) for pace in paces[:-1]]
+    trainings.append(make_falling_record(FALLING[:losses], paces[-1]))
+    baseline = [make_falling_record(FALLING, 1.0)] * len(paces)
+    return judge(make_row("a", *trainings), make_row("b", *baseline), spread)
 
 
 def test_a_share_is_judged_by_students_t_seed_by_seed():
     """Three seeds reach the loss in 0.5, 0.6 and 0.7 of the time: 0.6 ± 4.303 x 0.1 / sqrt(3)."""
     verdict = judge_paces([0.5, 0.6, 0.7])
-    assert verdict.share is not None and verdict.share.half is not None
-    assert verdict.share.mean == pytest.approx(0.6)
-    assert verdict.share.half == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
+    half = 4.3027 * 0.1 / math.sqrt(3)
+    assert verdict.share == (pytest.approx(0.6), pytest.approx(half, rel=1e-4))
     assert verdict.is_sooner is True
     assert judge_paces([1.5, 1.6, 1.7]).is_sooner is False
     assert judge_paces([0.5, 0.9, 1.3]).is_sooner is None
     # the spread of the stage times counts, too
-    wide = judge_paces([0.5, 0.6, 0.7], spread=0.3)
-    assert wide.is_sooner is None and "cannot be told" in wide.sentence
+    assert judge_paces([0.5, 0.6, 0.7], spread=0.3).is_sooner is None
     # the last seed never reaches the loss
     assert "2 of 3 seeds: how soon cannot be told" in judge_paces([0.5] * 3, losses=19).sentence
 
 
 def test_a_method_that_does_not_reach_the_loss_is_told_beside_the_baseline_at_its_end():
     """Story: a newcomer asked how much sooner, and read only that the loss is not reached."""
-    falling = [1.0 - k / 20 for k in range(20)]
-    baseline = make_falling_record(falling, 1.0)
-    row = MethodRow("b", {}, trainings={1.0: {0: baseline}})
 
     def tell(losses: List[float], samples: int = 0) -> str:
-        training = replace(make_falling_record(losses, 0.4), samples_per_update=samples)
-        baseline.samples_per_update = samples
-        return judge(MethodRow("a", {}, trainings={1.0: {0: training}}), row, 0.0).sentence
+        method, baseline = (
+            make_row(label, replace(record, samples_per_update=samples))
+            for label, record in (
+                ("a", make_falling_record(losses, 0.4)),
+                ("b", make_falling_record(FALLING, 1.0)),
+            )
+        )
+        return judge(method, baseline, 0.0).sentence
 
     assert tell([2.0] * 20).endswith(
         "it ends at 2.00, b at 0.0500. After as much predicted time, 8 s, b is at 0.650."
     )
     # Story: of a loop that stopped early it was said, too, that the samples were as many
     early = "b's final loss in 40 samples: it ends at 0.550, b at 0.0500 after 80. After"
-    assert early in tell(falling[:10], 4)
+    assert early in tell(FALLING[:10], 4)
     # a method that ends before the baseline's first update is beside nothing
     assert tell([2.0, 1.0], 4).endswith("b at 0.0500 after 80.")
 
@@ -420,11 +412,7 @@ def test_an_interrupted_comparison_continues_to_the_same_result(tmp_path):
 
 # ---- trainings in forked processes
 
-
-# ---- trainings in forked processes
-
-METHODS = ("gpipe", "pipedream", "pipemare")
-BOTH = {"seeds": 2, "rates": (1, 0.3)}
+METHODS = ("gpipe", "pipedream")
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
 
@@ -452,13 +440,13 @@ def test_a_training_that_fails_is_named_and_the_rest_continues(end, one_thread, 
 
     keys = {"seeds": 2, "processes": 2, "out": tmp_path / "out"}
     with pytest.raises(ENDS.get(end, RunFault)) as caught:
-        compare_quietly(METHODS[:2], Loop(0), **keys)
+        compare_quietly(METHODS, Loop(0), **keys)
     told = f"{caught.value} {caught.value.__cause__}"
     assert re.search(r"training of \w+ at rate 1, seed 1", told)
     assert "exit code -9" in told if end == "killed" else "mine" in told
     assert not multiprocessing.active_children()
-    resumed = compare_quietly(METHODS[:2], Loop(1), **keys)
-    assert strip_seconds(resumed) == strip_seconds(compare_quietly(METHODS[:2], Loop(1), seeds=2))
+    resumed = compare_quietly(METHODS, Loop(1), **keys)
+    assert strip_seconds(resumed) == strip_seconds(compare_quietly(METHODS, Loop(1), seeds=2))
 
 
 @forks
@@ -501,6 +489,14 @@ def test_workers_end_with_a_parent_that_is_killed():
     assert has_ended
 
 
+def diverge_with_seed_0(pipeline: Any, seed: int) -> None:
+    model, optimizer, _ = make_parts(seed)
+    x, y = draw_batch()
+    with pipeline(model, nn.functional.cross_entropy, optimizer) as pipe:
+        for _ in range(3):
+            pipe.step(x / (seed > 0), y)
+
+
 @forks
 def test_all_processes_share_the_times_of_the_first_training_that_has_any(
     one_thread, tmp_path, monkeypatch
@@ -512,27 +508,14 @@ def test_all_processes_share_the_times_of_the_first_training_that_has_any(
             file.write(f"{os.getpid()} ")
         return StageSeconds(*[(1.0,) * 4] * 3, "as the test says", (0.0,) * 4)
 
-    def loop(pipeline: Any, seed: int) -> None:
-        model, optimizer, _ = make_parts(seed)
-        x, y = draw_batch()
-        with pipeline(model, nn.functional.cross_entropy, optimizer) as pipe:
-            for _ in range(3):
-                pipe.step(x / (seed > 0), y)
-
     monkeypatch.setattr(stage_times, "measure_stages", measure)
-    keys = {"loop": loop, "processes": 2, "seeds": 3, "out": tmp_path / "out"}
+    keys = {"loop": diverge_with_seed_0, "processes": 2, "seeds": 3, "out": tmp_path / "out"}
     assert "measured" in compare_quietly(["gpipe", "pipedream"], **keys).times
     assert (tmp_path / "pids").read_text() == f"{os.getpid()} "
 
 
 def test_where_every_training_diverges_at_once_no_times_are_claimed():
-    def loop(pipeline: Any, seed: int) -> None:
-        model, optimizer, _ = make_parts(seed)
-        x, y = draw_batch()
-        with pipeline(model, nn.functional.cross_entropy, optimizer) as pipe:
-            pipe.step(x / 0, y)
-
-    result = compare_quietly(["gpipe", "pipedream_flush"], loop)
+    result = compare_quietly(["gpipe", "pipedream_flush"], diverge_with_seed_0)
     assert "None" not in str(result) and "no times" in result.times
 
 
@@ -546,8 +529,6 @@ def test_the_price_comes_first_and_why_trainings_are_one_after_another(capsys, m
     assert re.search(r"3 trainings more, one after another \(.*\), about", more)
     # the signs of both languages, which only a `BadInput` chooses from, were once printed
     assert " backend.threads=1 in" in more and BEGIN not in more
-    seconds = [comparing.format_seconds(s) for s in (3.21, 600, 7200)]
-    assert seconds == ["3.2 s", "10 min", "2.0 h"]
 
 
 @pytest.mark.parametrize(
@@ -578,7 +559,6 @@ def test_the_page_is_one_file_that_needs_no_network(tmp_path):
     assert re.findall(r"\b(?:src|href|style)=\S+", page) == ['href="data:,">']
     assert "<b>" not in page and "&lt;b&gt; is the baseline" in page
     assert page.count("<polyline") == 4 and "rows cannot run" in page
-    assert all(escape(verdict.sentence) in page for verdict in result.verdicts.values())
     assert "srcdoc=" in result._repr_html_()
 
 
@@ -611,36 +591,27 @@ def test_numbers_are_had_as_a_frame_and_as_json():
     assert staleness == [0, 3]
 
 
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        ({"methods": "gpipe"}, "methods"),
-        ({"methods": []}, "methods"),
-        ({"methods": ["gpipe", "gpipe"]}, "methods"),
-        ({"methods": ["1F1B"]}, "methods"),
-        ({"methods": {"a": 5}}, "methods"),
-        ({"methods": {"gpipe": {"stages": 2}}}, "methods"),
-        # Story: what is no number or name ended in a traceback
-        ({"methods": [{"method": "gpipe"}]}, "methods"),
-        ({"methods": {"a": {"method": ["gpipe"]}}}, "methods"),
-        ({"seeds": [[1]]}, "seeds"),
-        ({"rates": ([1],)}, "rates"),
-        ({"seeds": 0}, "seeds"),
-        ({"seeds": [1, 1]}, "seeds"),
-        ({"rates": (0,)}, "rates"),
-        ({"rates": 0.1}, "rates"),
-        ({"processes": 0}, "processes"),
-        ({"hardware": "no such"}, "hardware"),
-        ({"loop": 5}, "run"),
-        ({"loop": lambda pipeline: None}, "run"),
-        ({"loop": lambda pipeline, seed: None}, "run"),
-        ({"loop": lambda pipeline, seed: pipeline(*make_parts(0)[:2], None, method="x")}, "pipeline"),
+REFUSED: Dict[str, List[Any]] = {
+    # Story: what is no number or name ended in a traceback
+    "methods": [
+        *("gpipe", [], ["gpipe", "gpipe"], ["1F1B"], {"a": 5}, {"gpipe": {"stages": 2}}),
+        *([{"method": "gpipe"}], {"a": {"method": ["gpipe"]}}),
     ],
-)  # fmt: skip
-def test_a_refusal_is_one_line_with_its_place(change, place):
-    with pytest.raises(BadInput) as caught:
-        compare_quietly(**{"methods": ["gpipe"], **change})
-    assert len(caught.value.faults) == 1 and caught.value.faults[0].startswith(place)
+    "seeds": [0, [1, 1], [[1]]],
+    "rates": [0.1, (0,), ([1],)],
+    "processes": [0],
+    "hardware": ["no such"],
+    "run": [5, lambda pipeline: None, lambda pipeline, seed: None],
+    "pipeline": [lambda pipeline, seed: pipeline(*make_parts(0)[:2], None, method="x")],
+}
+
+
+@pytest.mark.parametrize("place", REFUSED)
+def test_a_refusal_is_one_line_with_its_place(place):
+    key = "loop" if place in ("run", "pipeline") else place
+    for value in REFUSED[place]:
+        (fault,) = list_faults(compare_quietly, **{"methods": ["gpipe"], key: value})
+        assert fault.startswith(f"{place}: ")
 
 
 # ---- the command
@@ -741,11 +712,7 @@ def test_smoothing_is_over_the_last_updates_and_ends_where_a_training_diverged()
     assert training.smooth()[:3].tolist() == [math.inf, 0.5, 1.5]
     training.diverged = "loss is not finite"
     assert training.final == math.inf and not training.has_learned
-    row, baseline = (
-        MethodRow(name, {}, trainings={1.0: {0: one}})
-        for name, one in (("a", training), ("b", make_falling_record([1.0, 0.5], 1.0)))
-    )
-    verdict = judge(row, baseline, 0.0)
-    assert verdict.share is None and verdict.sentence.startswith("a diverges (loss is")
-    assert str(Estimate(5.68e-14, 1e-15)) == "5.68e-14 ± 1e-15"
+    baseline = make_row("b", make_falling_record([1.0, 0.5], 1.0))
+    verdict = judge(make_row("a", training), baseline, 0.0)
+    assert verdict.share is None and "diverges" in verdict.sentence
     assert np.isfinite(training.smooth()[1:-1]).all()

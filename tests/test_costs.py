@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from dataclasses import astuple
+from typing import Any, Sequence
 
 import pytest
 import torch
 from torch import nn
 
 from ipu_pipe.errors import BadInput
-from ipu_pipe.local.blocks import Blocks, get_blocks
+from ipu_pipe.local.blocks import get_blocks
 from ipu_pipe.local.structures import make_blocks
 from ipu_pipe.schedule.methods import Structure
 from models.mlp import mlp
@@ -18,10 +19,8 @@ from tools.experiments import costs
 from tools.experiments.costs import BACKPROPAGATION, Flops, compute_per_example
 
 
-def cut_into_blocks(model: nn.Module, x: torch.Tensor, begins: Sequence[str]) -> Blocks:
-    blocks = get_blocks(make_blocks(model, x, Structure(), begins)[0])
-    assert blocks is not None
-    return blocks
+def cut_into_blocks(model: nn.Module, x: torch.Tensor, begins: Sequence[str]) -> Any:
+    return get_blocks(make_blocks(model, x, Structure(), begins)[0])
 
 
 def test_the_papers_perceptron_has_the_papers_numbers() -> None:
@@ -29,8 +28,7 @@ def test_the_papers_perceptron_has_the_papers_numbers() -> None:
     with torch.device("meta"):
         x, names = torch.zeros(2, 3072), [f"fc{i}" for i in range(2, 9)]
         counts = costs.count_by_paper(cut_into_blocks(mlp(3072, 4096, 8), x, names), x, 10)
-    found = (counts.forward, counts.auxiliary, counts.backward, counts.layers)
-    assert found == (32514176.0, 77884.0, 1.5, 8)
+    assert astuple(counts)[:4] == (32514176.0, 77884.0, 1.5, 8)
     layers = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Flatten(), nn.Linear(32, 10))
     images = torch.randn(2, 1, 4, 4)
     with pytest.raises(BadInput, match="^model: Conv2d: "):
@@ -42,8 +40,7 @@ def test_a_transformer_is_counted_by_torch() -> None:
     x = torch.zeros(3, 4, dtype=torch.int64)
     counts = costs.count_by_torch(cut_into_blocks(transformer_lm(7, 8, 2, 2, 4), x, ["block2"]), x)
     block, logits = 2 * 4 * (12 * 64 + 2 * 4 * 8), 2 * 4 * 8 * 7
-    found = (counts.forward, counts.layers, counts.auxiliary, counts.backward)
-    assert found == (block, 2, logits, 2.0)
+    assert astuple(counts)[:4] == (block, logits, 2.0, 2)
 
 
 def test_the_laws_term_by_term() -> None:
@@ -55,11 +52,8 @@ def test_the_laws_term_by_term() -> None:
     assert compute_per_example("local_chunked", c, 2) == 3 * (500 + 14)
     assert compute_per_example("last_layers", c, 2) == 507 + 2 * 207
     assert costs.compute_total("local_greedy", c, 10, 32) == 3 * 107 * 5 * 320 + 10 * 10 * 1000
-    assert (
-        costs.compute_total("local_overlapping", c, 1, 1)
-        - compute_per_example("local_overlapping", c)
-        == 12 * 1000
-    )
+    one = costs.compute_total("local_overlapping", c, 1, 1)
+    assert one == compute_per_example("local_overlapping", c) + 12 * 1000
     for method, k, parallel in (
         (BACKPROPAGATION, 1, 1), ("local_greedy", 1, 5), ("local_overlapping", 1, 5), ("local_chunked", 3, 3),
         ("last_layers", 2, (5 + 4) / (2 * 3)),

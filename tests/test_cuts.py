@@ -20,7 +20,6 @@ def test_cuts_in_windows_are_those_of_single_batches(name: str, drain: int) -> N
     if drain is not None:
         loop.pipe.drain()
     job, flow = loop.pipe._job, loop.pipe._flow
-    assert job is not None and flow is not None
     schedule = flow.table.schedule
     margin = len(job.partition) - 1 if job.method.structure is not None else 0
     # in order, at the ends of windows, and back to before the window
@@ -29,9 +28,8 @@ def test_cuts_in_windows_are_those_of_single_batches(name: str, drain: int) -> N
         m = batch * schedule.accumulate
         slot = int(schedule.slots(Kind.FORWARD, m, m + 1)[0, 0])
         assert flow.find_cut(batch) == slot
-        assert flow.count_left(batch) == int(
-            schedule.count_before(Kind.UPDATE, np.array([slot - margin])).min()
-        )
+        updates = schedule.count_before(Kind.UPDATE, np.array([slot - margin]))
+        assert flow.count_left(batch) == updates.min()
     loop.pipe.abort()
 
 
@@ -44,8 +42,6 @@ def test_a_drain_is_planned_without_those_before_the_last(name: str) -> None:
         loop.run(k, k + 1, drains=False)
         if k in (2, 3, 5, 9, 10, 13):
             loop.pipe.drain()
-            flow = loop.pipe._flow
-            assert flow is not None
-            sizes.append(len(flow.table.schedule.stretches))
+            sizes.append(len(loop.pipe._flow.table.schedule.stretches))
     assert max(sizes) <= 5
     loop.close()

@@ -109,7 +109,6 @@ def test_least_memory_is_where_it_begins_to_fit() -> None:
     candidates = list(list_candidates(PIPELINES, 4, 6, 16))
     assert not search(task, candidates, 5).best
     least_memory = find_least_memory(task, candidates)
-    assert least_memory is not None
     enough, short = (replace(task, memory_bytes=least_memory[0] + more) for more in (0, -1))
     assert search(enough, candidates, 1).best and not search(short, candidates, 1).best
 

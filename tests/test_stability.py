@@ -3,6 +3,7 @@ against root radii and steps."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, List, NamedTuple, Tuple
 
@@ -35,7 +36,7 @@ from tools.experiments.half_lives import (
     find_widest_ranges,
 )
 
-DELAYS = [0, 1, 2, 7, 29, 100]
+DELAYS = [0, 1, 7, 100]
 
 
 def make_polynomial(*parts: Tuple[int, float]) -> List[float]:
@@ -65,18 +66,15 @@ def find_limit(recurrence: Recurrence) -> float:
 
 @pytest.mark.parametrize("D, m", [(1, 0.6), (2, 0.0), (12, 0.95)])
 def test_pipelined_backpropagations_polynomials(D: int, m: float) -> None:
+    """The polynomial of both compensations contains those of one and of none."""
     k, T, a, b = 0.3, 3.5, 0.7, 1.3
-    plain = make_polynomial((D + 1, 1), (D, -(1 + m)), (D - 1, m), (0, k))
-    assert_roots(make_delayed_sgd(D, m), k, plain)
-    gsc = make_polynomial((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (a + b)), (0, -k * m * b))
-    assert_roots(make_delayed_sgd(D, m, (a, b)), k, gsc)
-    lwp = make_polynomial((D + 2, 1), (D + 1, -(1 + m)), (D, m), (1, k * (1 + T)), (0, -k * T))
-    assert_roots(make_delayed_sgd(D, m, horizon=T), k, lwp)
-    both = make_polynomial(
-        (D + 3, 1), (D + 2, -(1 + m)), (D + 1, m), (2, k * (a + b) * (T + 1)),
-        (1, -k * ((T + 1) * m * b + T * (a + b))), (0, k * T * m * b),
-    )  # fmt: skip
-    assert_roots(make_delayed_sgd(D, m, (a, b), T), k, both)
+    for (own, last), horizon in itertools.product(((1, 0), (a, b)), (0, T)):
+        ahead, both = 1 + horizon, own + last
+        expected = make_polynomial(
+            (D + 3, 1), (D + 2, -(1 + m)), (D + 1, m), (2, k * both * ahead),
+            (1, -k * (ahead * m * last + horizon * both)), (0, k * horizon * m * last),
+        )  # fmt: skip
+        assert_roots(make_delayed_sgd(D, m, (own, last), horizon), k, expected)
     inner = np.polyadd([1, -m] + [0] * D, [k * T])
     velocity = np.polyadd(np.polymul([1, -1], inner), [k * (a + b), -k * b * m])
     assert_roots(make_delayed_sgd(D, m, (a, b), T, by_velocity=True), k, velocity)
@@ -97,14 +95,13 @@ def test_on_a_quadratic_spike_compensation_is_weight_prediction(D: int, m: float
 @pytest.mark.parametrize("forward, backward", [(1, 0), (6, 2), (10, 6), (10, 0)])
 def test_pipemares_polynomials(forward: int, backward: int) -> None:
     step, h, delta, phi, middle, g = 0.07, 1.5, 4.0, -2.0, (forward + backward) // 2, 0.8
-    plain = make_polynomial((forward + 1, 1), (forward, -1), (0, step * h))
-    assert_roots(make_delayed_sgd(forward, curvature=h), step, plain)
-    momentum = make_polynomial((forward + 1, 1), (forward, -1.9), (forward - 1, 0.9), (0, step * h))
-    assert_roots(make_pipemare(forward, backward, curvature=h, momentum=0.9), step, momentum)
     gap = forward - backward
-    with_gap = np.polyadd([1, -1] + [0] * forward, [step * (h + delta)])
-    with_gap = np.polysub(with_gap, [step * delta] + [0] * gap)
-    assert_roots(make_pipemare(forward, backward, delta, curvature=h), step, with_gap)
+    for m in (0.0, 0.9):
+        with_gap = make_polynomial(
+            (forward + 1, 1), (forward, -1 - m), (forward - 1, m), (gap, -step * delta), (0, step * (h + delta))
+        )  # fmt: skip
+        pipemare = make_pipemare(forward, backward, delta, curvature=h, momentum=m)
+        assert_roots(pipemare, step, with_gap)
 
     def make_correction(size: float, difference: int) -> Any:
         """Return -step size z^n (z - g) + step size z^n n (1 - g) (z - 1)."""
@@ -126,7 +123,7 @@ def test_pipemares_polynomials(forward: int, backward: int) -> None:
 
 
 @pytest.mark.parametrize("delay", DELAYS)
-@pytest.mark.parametrize("curvature", [1e-3, 1.0, 40.0])
+@pytest.mark.parametrize("curvature", [1e-3, 40.0])
 def test_lemma_1_is_the_largest_stable_step(delay: int, curvature: float) -> None:
     loop = derive_loop_gain(make_delayed_sgd(delay, curvature=curvature))
     limit = 2 / curvature * math.sin(math.pi / (4 * delay + 2))
@@ -136,7 +133,7 @@ def test_lemma_1_is_the_largest_stable_step(delay: int, curvature: float) -> Non
 
 
 @pytest.mark.parametrize("forward", DELAYS[1:])
-@pytest.mark.parametrize("discrepancy", [0.01, 5.0, 300.0])
+@pytest.mark.parametrize("discrepancy", [0.01, 300.0])
 def test_lemma_2_bounds_it_where_passes_read_different_weights(
     forward: int, discrepancy: float
 ) -> None:
@@ -147,7 +144,7 @@ def test_lemma_2_bounds_it_where_passes_read_different_weights(
 
 
 @pytest.mark.parametrize("delay", DELAYS[1:])
-@pytest.mark.parametrize("momentum", [0.1, 0.9, 0.999])
+@pytest.mark.parametrize("momentum", [0.1, 0.999])
 def test_lemma_3_bounds_it_with_momentum(delay: int, momentum: float) -> None:
     for curvature in (0.2, 30.0):
         limit = find_limit(make_delayed_sgd(delay, momentum, curvature=curvature))
@@ -165,17 +162,12 @@ def draw_recurrence(rng: np.random.Generator) -> Recurrence:
         compensated = [
             (1.0, 0.0),
             compute_spike_coefficients(m, delay),
-            compute_spike_coefficients(m, 2 * delay),
             (rng.uniform(0.1, 2), rng.uniform(0, 3)),
         ]
-        horizon = float(rng.choice([0.0, delay, 2 * delay, rng.uniform(0, 8)]))
+        horizon = float(rng.choice([0.0, delay, rng.uniform(0, 8)]))
+        by_velocity = bool(rng.random() < 0.5)
         return make_delayed_sgd(
-            delay,
-            m,
-            compensated[rng.integers(4)],
-            horizon,
-            bool(rng.random() < 0.5),
-            rng.uniform(0.3, 3),
+            delay, m, compensated[rng.integers(3)], horizon, by_velocity, rng.uniform(0.3, 3)
         )
     forward, backward = sorted(rng.integers(0, 13, 2), reverse=True)
     middle = int(rng.integers(backward, forward + 1))
@@ -254,8 +246,8 @@ def test_t2_as_printed_shrinks_the_stable_range_that_t2_as_trained_enlarges() ->
     """Delays 40 and 39, Delta 100."""
     trained = make_pipemare(40, 39, 100.0, compute_discrepancy_decay(None, 1))
     recurrences = (make_pipemare(40, 39, 100.0), read_newest_delta(trained), trained)
-    limits = [find_limit(one) for one in recurrences]
-    assert limits == pytest.approx([0.008257, 0.004988, 0.038783], rel=1e-3)
+    without, printed, as_trained = (find_limit(one) for one in recurrences)
+    assert printed < 0.7 * without and without < 0.3 * as_trained
 
 
 def test_t2_enlarges_the_stable_range_in_all_sampled_settings() -> None:
@@ -326,17 +318,16 @@ def make_quadratic(seed: int) -> Quadratic:
 
 class BlockRuns(NamedTuple):
     """Runs of Algorithm 1 on a quadratic: f and the squared norm of its gradient before each update,
-    (seeds, updates), and the largest gradient of a block."""
+    (seeds, updates), and what bounds read: f at first, the greatest curvature, and the largest gradient of a block."""
 
     losses: Any
     squares: Any
-    largest: float
-    gap: float
+    sizes: Tuple[float, float, float]
 
 
 def run_algorithm_1(lr: float, blocks: int, updates: int, seeds: int = 6) -> BlockRuns:
     """Run RPD by its definition on the quadratic of seed 0; losses are above the least one."""
-    A, centres, mean, offset, least, _ = make_quadratic(0)
+    A, centres, mean, offset, least, L = make_quadratic(0)
     delay, size = compute_greatest_delay(blocks), 6 // blocks
     losses, squares = np.zeros((2, seeds, updates))
     largest = 0.0
@@ -356,17 +347,15 @@ def run_algorithm_1(lr: float, blocks: int, updates: int, seeds: int = 6) -> Blo
             largest = max(largest, float(np.linalg.norm(gradient)))
             path.append(path[k].copy())
             path[-1][block] -= lr * gradient
-    return BlockRuns(losses, squares, largest, float(least @ mean @ least / 2))
+    return BlockRuns(losses, squares, (float(least @ mean @ least / 2), L, largest))
 
 
 def test_rpd_stays_below_its_bound() -> None:
     """Run Algorithm 1 on a quadratic, and take the bound with the block gradients of the run."""
-    L, blocks, updates = make_quadratic(0).L, 3, 400
+    L, blocks, updates = make_quadratic(0).L, 3, 200
     for lr in (0.3 / L, 0.03 / L):
         runs = run_algorithm_1(lr, blocks, updates)
-        assert (
-            runs.squares.mean() < bound_rpd(lr, updates, blocks, 7, runs.gap, L, runs.largest).total
-        )
+        assert runs.squares.mean() < bound_rpd(lr, updates, blocks, 7, *runs.sizes).total
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 6])
@@ -379,9 +368,9 @@ def test_rpd_stays_below_theorem_h1(blocks: int) -> None:
     for lr in (0.3 / L, 0.01 / L):
         runs = run_algorithm_1(lr, blocks, 300)
         for k in (1, 100, 299):
-            bound = bound_rpd_pl(lr, k, blocks, delay, runs.gap, L, runs.largest, mu)
+            bound = bound_rpd_pl(lr, k, blocks, delay, *runs.sizes, mu)
             assert runs.losses[:, k].mean() < bound
-        after_one = bound_rpd_pl(lr, 1, blocks, delay, runs.gap, L, 0.0, mu)
+        after_one = bound_rpd_pl(lr, 1, blocks, delay, *runs.sizes[:2], 0.0, mu)
         assert after_one == pytest.approx(runs.losses[0, 0] * (1 - lr * mu / blocks))
 
 
@@ -410,14 +399,14 @@ def test_local_sgd_stays_below_its_bound() -> None:
 
 def test_bounds_have_their_parts() -> None:
     """Compare with values computed by hand for lr 1/2, K 100, P 4, gap 3, L 2, G 5."""
-    bound = bound_rpd(0.5, 100, 4, 14, 3.0, 2.0, 5.0)
+    sizes = (3.0, 2.0, 5.0)
+    bound = bound_rpd(0.5, 100, 4, 14, *sizes)
     assert bound == (2 * 4 * 3 / 50, 0.5 * 4 * 2 * 25, 0.25 * 4 * 196 * 25)
-    assert bound.total == pytest.approx(sum(bound[:3]))
-    local = bound_local_sgd(0.5, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5)
+    assert bound.total == pytest.approx(sum(bound))
+    local = bound_local_sgd(0.5, 1600, 4, 4, 5, *sizes, 1.5)
     assert local == (2 * 3 / (0.5 * 100), 0.5 * 2 * 2.25 / 4, 4 * 0.25 * 25 * 25 * 4)
-    assert math.isnan(bound_local_sgd(0.51, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5).total)
+    assert math.isnan(bound_local_sgd(0.51, 1600, 4, 4, 5, *sizes, 1.5).total)
     assert [compute_greatest_delay(P) for P in (2, 3, 8, 9)] == [3, 7, 60, 76]
-    settled = bound_rpd_pl(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0, 0.5)
-    parts = bound_rpd(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0)
+    settled = bound_rpd_pl(0.1, 10**6, 4, 14, *sizes, 0.5)
+    parts = bound_rpd(0.1, 10**6, 4, 14, *sizes)
     assert settled == pytest.approx(parts.noise + parts.staleness)
-    assert bound_rpd_pl(0.1, 0 + 1, 4, 14, 3.0, 2.0, 5.0, 0.5) > 3.0 * (1 - 0.1 * 0.5 / 4)

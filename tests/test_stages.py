@@ -57,12 +57,8 @@ def list_weight_owners(part: Any) -> Any:
 
 def test_marks_begin_stages_in_the_order_of_execution_and_names_take_their_place() -> None:
     m = make_two_block_model()
-    for module in (
-        m.layers[0].norm,
-        m.layers[1],
-        m.pool,
-        m.stem,
-    ):  # stage 0 begins with the stem anyway
+    # stage 0 begins with the stem anyway
+    for module in (m.layers[0].norm, m.layers[1], m.pool, m.stem):
         begin_stage(module)
     part = partition(m, X)
     block = ["layers.1.project", "layers.1.conv1", "layers.1.norm", "layers.1.conv2"]
@@ -88,7 +84,7 @@ def test_finest_is_one_weight_a_stage_in_the_order_of_execution() -> None:
     blocks = [[f"layers.{b}.{n}"] for b in (0, 1) for n in order]
     assert list_weight_owners(part) == [["stem"], *blocks, ["head"]]
     assert all(len(stage.parameters) == 2 for stage in part.stages)  # weight and bias together
-    for count in (10, 14, 100):
+    for count in (10, 100):
         owners = list_weight_owners(partition(make_two_block_model(), X, {"finest": count}))
         assert len(owners) == count
         places = [s for s, names in enumerate(owners) for _ in names]
@@ -143,35 +139,24 @@ def test_a_module_that_training_skips_at_random_keeps_its_stage() -> None:
 # ---- counts
 
 
-def make_attention_block(width: int) -> nn.Module:
-    """Make a block of attention and two linear layers, each with a skip connection."""
-
-    def forward(m: Any, x: torch.Tensor) -> Any:
-        h = m.ln_1(x)
-        x = x + m.attention(h, h, h, need_weights=False)[0]
-        return x + m.mlp(m.ln_2(x))
-
-    attention = nn.MultiheadAttention(width, 2, batch_first=True)
-    mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-    norms = {name: nn.LayerNorm(width) for name in ("ln_1", "ln_2")}
-    return Composed(forward, **norms, attention=attention, mlp=mlp)
+make_attention_block = functools.partial(nn.TransformerEncoderLayer, 8, 2, 32, batch_first=True)
 
 
-def make_vision_transformer(layers: int = 6, width: int = 8) -> nn.Module:
+def make_vision_transformer() -> nn.Module:
     """Make a vision transformer. The model itself has a weight, and all its layers are inside one child, which also has a
     weight."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
-        x = m.patches(x).flatten(2).transpose(1, 2)  # (b, 4, width)
+        x = m.patches(x).flatten(2).transpose(1, 2)  # (b, 4, 8)
         return m.head(m.encoder(torch.cat([m.token.expand(len(x), -1, -1), x], dim=1))[:, 0])
 
-    blocks = nn.Sequential(*(make_attention_block(width) for _ in range(layers)))
+    blocks = nn.Sequential(*(make_attention_block() for _ in range(6)))
     encoder = Composed(
-        lambda m, x: m.norm(m.layers(x + m.position)), position=nn.Parameter(torch.zeros(1, 5, width)), layers=blocks,
-        norm=nn.LayerNorm(width),
+        lambda m, x: m.norm(m.layers(x + m.position)), position=nn.Parameter(torch.zeros(1, 5, 8)), layers=blocks,
+        norm=nn.LayerNorm(8),
     )  # fmt: skip
-    token = nn.Parameter(torch.zeros(1, 1, width))
-    parts = {"patches": nn.Conv2d(3, width, 4, 4), "encoder": encoder, "head": nn.Linear(width, 4)}
+    token = nn.Parameter(torch.zeros(1, 1, 8))
+    parts = {"patches": nn.Conv2d(3, 8, 4, 4), "encoder": encoder, "head": nn.Linear(8, 4)}
     return Composed(forward, token=token, **parts)
 
 
@@ -203,11 +188,11 @@ def test_cuts_that_every_backend_can_make_are_preferred_unless_they_are_far_wors
     """Three blocks on two stages are divided 2 to 1 instead of 1.5 to 1.5. Of two children, the second is three times as
     large and can be divided."""
     x, two = torch.randn(1, 3, 8), {"count": 2, "by": "parameters"}
-    blocks = nn.Sequential(*(make_attention_block(8) for _ in range(3)))
+    blocks = nn.Sequential(*(make_attention_block() for _ in range(3)))
     assert partition(blocks, x, two).begin_names() in (["1"], ["2"])
-    small, large = nn.Linear(8, 8), make_attention_block(8)
+    small, large = nn.Linear(8, 8), make_attention_block()
     model = Composed(lambda m, x: m.large(m.small(x)), small=small, large=large)
-    assert partition(model, x, two).begin_names() == ["large.mlp.0"]
+    assert partition(model, x, two).begin_names() == ["large.linear1"]
     assert partition(model, x, two, between_top=True).begin_names() == ["large"]
     assert partition(model, x, 3, between_top=True) == partition(model, x, 3)
 
@@ -262,10 +247,8 @@ def call_twice() -> nn.Module:
     (make_two_block_model, X, ["head", "head"], "stages: a module is named twice"),
     (make_two_block_model, X, 0, "stages: 0: must be a whole number >= 1"),
     (make_two_block_model, X, 11, "stages: 11: must be at most 10"),  # once 40 stages, 36 of them without weights
-    (make_two_block_model, X, {"count": 40, "by": "time"}, "stages: 40: must be at most 10"),
     (make_two_block_model, X, {"count": 2, "by": "colour"}, "stages: by: colour: must be one of flops, parameters, time"),
     (make_two_block_model, X, "coarse", "stages: coarse: must be a count"),
-    (make_two_block_model, X, {"finest": "x"}, "stages: x: must be a whole number >= 1"),
     (lambda: make_tied_layers(4), torch.randn(2, 8), 2,
      "stages: inner.0.weight on stage 0 and inner.4.weight on stage 1 are one shared weight"),
     (call_twice, torch.randn(2, 8), None, "stages: 0 runs on stage 0 and again on stage 1"),
@@ -402,6 +385,5 @@ def test_layers_before_a_head_are_balanced(make: Any, size: int, begins: Any) ->
     part = partition(model, x, 2)
     assert begins is None or part.begin_names() == begins
     footprint = make_footprint(model, part, observe_costs(model, x, lambda: model(x)))
-    assert footprint.backward_flops is not None
     costs = [f + b for f, b in zip(footprint.forward_flops, footprint.backward_flops)]
     assert max(costs) * 2 / sum(costs) < 1.06
