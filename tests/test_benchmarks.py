@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.runs import ROOT, needs_processes
+from tests.support.runs import ROOT, assert_states_close, needs_processes
 
 PIPELINE = "--accumulate 2 --rounds 1 --microbatches 8 --methods pipedream --schedules zbv --models resnet --objects zbv"
 
@@ -59,11 +59,11 @@ def test_plain_training_compiled_by_xla_is_plain_training(name: str) -> None:
         training = bench_xla.CompiledTraining(task, scans)
         for x, y in task.data:
             training.step(x, y)
-        weights = training.export_weights()
-        assert sorted(weights) == sorted(dict(model.named_parameters()))
-        for weight_name, p in model.named_parameters():
-            compiled = torch.from_numpy(np.array(weights[weight_name]))
-            assert torch.allclose(compiled, p, rtol=0, atol=1e-6), (way, weight_name)
+        weights = {
+            weight_name: torch.from_numpy(np.array(value))
+            for weight_name, value in training.export_weights().items()
+        }
+        assert_states_close(weights, dict(model.named_parameters()), atol=1e-6)
         stages[way] = [len(group) for group in training.groups]
     # the perceptron's first block returns no gradient of its input
     assert max(stages["jit"]) == 1

@@ -65,10 +65,7 @@ def test_the_curvature_is_the_greatest_positive_one(
 ) -> None:
     """A saddle has curvatures 2 along a, -10 along b, times a sign."""
     a, b = (nn.Parameter(torch.tensor([start])) for start in (0.3, 0.2))
-    model = Composed(
-        lambda m, x: sign * (m.a**2 - 5 * m.b**2) * x[:, :1].abs().clamp(1, 1), a=a, b=b
-    )
-    x = torch.ones(4, 1)
+    model, x = Composed(lambda m, x: sign * (m.a**2 - 5 * m.b**2) * x, a=a, b=b), torch.ones(4, 1)
     curvature = measure_curvature(model, average_output, (x, x), [[a], [b]], 500, 1e-5)
     assert curvature.value == pytest.approx(greatest, rel=1e-3)
     assert curvature.shares == pytest.approx(shares, abs=1e-6)
@@ -256,11 +253,11 @@ def test_rates_are_the_greatest_of_the_run_after_its_rules() -> None:
     assert analysis["curvature"] == {"value": 3.0, "how": "given"} and analysis["whole"] is None
     stages = analysis["stages"]
     assert [s["delay"] for s in stages] == [7, 5, 3, 1]
-    powers = [1 - 63 / 100] * 3  # the last update at the full rate: 64 of an epoch
-    assert [s["rate"] for s in stages[:3]] == pytest.approx(
-        [0.2 / d**p for d, p in zip((7, 5, 3), powers)]
-    )
+    # the last update at the full rate: 64 of an epoch
+    power = 1 - 63 / 100
+    assert [s["rate"] for s in stages[:3]] == pytest.approx([0.2 / d**power for d in (7, 5, 3)])
     assert analysis["rates_of_update"] == [63, 63, 63, 0]
+    assert stages[0]["margin"] < min(remedy["margin"] for remedy in stages[0]["raised_by"])
 
 
 # ---- advice
@@ -300,14 +297,6 @@ def run_stability_command(capsys: pytest.CaptureFixture[str], *arguments: str) -
     return capsys.readouterr().out
 
 
-def test_a_config_is_described_stage_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    changes = "--set method=pipemare optimizer.lr=0.5 gradient_accumulation=1".split()
-    content = json.loads(run_stability_command(capsys, DIGITS, *changes, "--json"))
-    stages = content["stages"]
-    assert [s["delay"] for s in stages] == [7, 5, 3, 1] and content["curvature"]["iterations"] < 100
-    assert stages[0]["margin"] < 1 < stages[0]["raised_by"][0]["margin"]
-
-
 def test_a_run_that_diverged_is_not_called_stable(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -324,7 +313,7 @@ def test_a_run_that_diverged_is_not_called_stable(
         assert "no stage exceeds" not in printed and "  checkpoint of update 20: " in printed
     content = json.loads(run_stability_command(capsys, str(tmp_path), *arguments, "--json"))
     greatest = max(point.get("curvature", 0) for point in content["checkpoints"])
-    assert content["curvature"]["value"] == greatest and content["advice"][0].endswith("start")
+    assert content["curvature"]["value"] == greatest
 
 
 @pytest.mark.parametrize("arguments, line", [

@@ -294,106 +294,84 @@ def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
 # ---- bounds
 
 
-class Quadratic(NamedTuple):
-    """f = mean over b of (x - c_b)' A_b (x - c_b) / 2; its gradient is (mean x - offset)."""
-
-    matrices: Any
-    centres: Any
-    mean: Any
-    offset: Any
-    least: Any
-    L: float
-
-
-def make_quadratic(seed: int) -> Quadratic:
-    """Draw five matrices and their optima."""
-    rng = np.random.default_rng(seed)
-    roots = rng.normal(size=(5, 6, 6))
-    A = roots @ roots.transpose(0, 2, 1) / 6
-    centres = rng.normal(size=(5, 6))
-    mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
-    greatest = float(np.linalg.eigvalsh(mean).max())
-    return Quadratic(A, centres, mean, offset, np.linalg.solve(mean, offset), greatest)
+# f = mean over b of (x - c_b)' A (x - c_b) / 2, with A = MATRIX and c_b = CENTRES[b]
+DRAWN = np.random.default_rng(0).normal(size=(6, 30))
+MATRIX = DRAWN @ DRAWN.T / 30
+CENTRES = np.random.default_rng(1).normal(size=(5, 6))
+LEAST = CENTRES.mean(axis=0)
+GAP = float(LEAST @ MATRIX @ LEAST / 2)
+MU, L = (float(np.linalg.eigvalsh(MATRIX)[i]) for i in (0, -1))
 
 
 class BlockRuns(NamedTuple):
-    """Runs of Algorithm 1 on a quadratic: f and the squared norm of its gradient before each update,
-    (seeds, updates), and what bounds read: f at first, the greatest curvature, and the largest gradient of a block."""
+    """Runs of Algorithm 1 on the quadratic: f above its least value and the squared norm of its
+    gradient before each update, (seeds, updates), and the largest gradient of a block."""
 
-    losses: Any
-    squares: Any
-    sizes: Tuple[float, float, float]
+    losses: np.ndarray
+    squares: np.ndarray
+    largest: float
 
 
 def run_algorithm_1(lr: float, blocks: int, updates: int, seeds: int = 6) -> BlockRuns:
-    """Run RPD by its definition on the quadratic of seed 0; losses are above the least one."""
-    A, centres, mean, offset, least, L = make_quadratic(0)
+    """Run RPD by its definition, from 0."""
     delay, size = compute_greatest_delay(blocks), 6 // blocks
     losses, squares = np.zeros((2, seeds, updates))
     largest = 0.0
     for seed in range(seeds):
         rng, path = np.random.default_rng(seed), [np.zeros(6)]
         for k in range(updates):
-            away = path[k] - least
-            losses[seed, k] = away @ mean @ away / 2
-            squares[seed, k] = np.sum((mean @ path[k] - offset) ** 2)
-            age = rng.integers(0, min(delay, k) + 1, blocks)
-            stale = np.concatenate(
-                [path[k - d][j * size : (j + 1) * size] for j, d in enumerate(age)]
-            )
-            s, b = rng.integers(blocks), rng.integers(len(A))
+            gradient = MATRIX @ (path[k] - LEAST)
+            losses[seed, k] = (path[k] - LEAST) @ gradient / 2
+            squares[seed, k] = gradient @ gradient
+            ages = rng.integers(0, min(delay, k) + 1, blocks).repeat(size)
+            stale = np.array([path[k - age][i] for i, age in enumerate(ages)])
+            s, b = rng.integers(blocks), rng.integers(5)
             block = slice(s * size, (s + 1) * size)
-            gradient = (A[b] @ (stale - centres[b]))[block]
-            largest = max(largest, float(np.linalg.norm(gradient)))
+            drawn = (MATRIX @ (stale - CENTRES[b]))[block]
+            largest = max(largest, float(np.linalg.norm(drawn)))
             path.append(path[k].copy())
-            path[-1][block] -= lr * gradient
-    return BlockRuns(losses, squares, (float(least @ mean @ least / 2), L, largest))
+            path[-1][block] -= lr * drawn
+    return BlockRuns(losses, squares, largest)
 
 
-def test_rpd_stays_below_its_bound() -> None:
+@pytest.mark.parametrize("lr", [0.3 / L, 0.03 / L])
+def test_rpd_stays_below_its_bound(lr: float) -> None:
     """Run Algorithm 1 on a quadratic, and take the bound with the block gradients of the run."""
-    L, blocks, updates = make_quadratic(0).L, 3, 200
-    for lr in (0.3 / L, 0.03 / L):
-        runs = run_algorithm_1(lr, blocks, updates)
-        assert runs.squares.mean() < bound_rpd(lr, updates, blocks, 7, *runs.sizes).total
+    runs = run_algorithm_1(lr, 3, 200)
+    assert runs.squares.mean() < bound_rpd(lr, 200, 3, 7, GAP, L, runs.largest).total
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 6])
 def test_rpd_stays_below_theorem_h1(blocks: int) -> None:
     """On a quadratic mu is the least eigenvalue. In 6 settings, with the block gradients of the
     runs; without noise the bound is the loss at the start, and shrinks by 1 - lr mu / P."""
-    quadratic = make_quadratic(0)
-    L, mu = quadratic.L, float(np.linalg.eigvalsh(quadratic.mean).min())
     delay = compute_greatest_delay(blocks)
     for lr in (0.3 / L, 0.01 / L):
         runs = run_algorithm_1(lr, blocks, 300)
         for k in (1, 100, 299):
-            bound = bound_rpd_pl(lr, k, blocks, delay, *runs.sizes, mu)
+            bound = bound_rpd_pl(lr, k, blocks, delay, GAP, L, runs.largest, MU)
             assert runs.losses[:, k].mean() < bound
-        after_one = bound_rpd_pl(lr, 1, blocks, delay, *runs.sizes[:2], 0.0, mu)
-        assert after_one == pytest.approx(runs.losses[0, 0] * (1 - lr * mu / blocks))
+        after_one = bound_rpd_pl(lr, 1, blocks, delay, GAP, L, 0.0, MU)
+        assert after_one == pytest.approx(runs.losses[0, 0] * (1 - lr * MU / blocks))
 
 
 def test_local_sgd_stays_below_its_bound() -> None:
-    A, centres, mean, offset, least, L = make_quadratic(1)
-    replicas, local, rounds, blocks = 4, 5, 40, 3
-    lr = 0.1 / L
+    replicas, local, rounds, blocks, lr = 4, 5, 40, 3, 0.1 / L
     norms, square, deviation = [], 0.0, 0.0
     for seed in range(4):
         rng, x = np.random.default_rng(seed), np.zeros((replicas, 6))
-        for _ in range(rounds):
-            for _ in range(local):
-                norms.append(float(np.sum((mean @ x.mean(axis=0) - offset) ** 2)))
-                for r in range(replicas):
-                    every = np.einsum("bij,bj->bi", A, x[r] - centres)
-                    away = every - every.mean(axis=0)
-                    square = max(square, float((every**2).sum(axis=1).mean()))
-                    deviation = max(deviation, float((away**2).sum(axis=1).mean()))
-                    x[r] = x[r] - lr * every[rng.integers(len(A))]
-            x[:] = x.mean(axis=0)
-    passes, gap = rounds * local * blocks * replicas, float(offset @ least / 2)
-    sizes = (math.sqrt(square), math.sqrt(deviation))
-    bound = bound_local_sgd(lr, passes, blocks, replicas, local, gap, L, *sizes)
+        for update in range(rounds * local):
+            norms.append(np.sum((MATRIX @ (x.mean(axis=0) - LEAST)) ** 2))
+            for r in range(replicas):
+                gradients = (x[r] - CENTRES) @ MATRIX
+                away = gradients - gradients.mean(axis=0)
+                square = max(square, (gradients**2).sum(axis=1).mean())
+                deviation = max(deviation, (away**2).sum(axis=1).mean())
+                x[r] -= lr * gradients[rng.integers(5)]
+            if update % local == local - 1:
+                x[:] = x.mean(axis=0)
+    passes, sizes = rounds * local * blocks * replicas, (math.sqrt(square), math.sqrt(deviation))
+    bound = bound_local_sgd(lr, passes, blocks, replicas, local, GAP, L, *sizes)
     assert np.mean(norms) < bound.total
 
 

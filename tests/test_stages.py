@@ -7,7 +7,7 @@ import functools
 import itertools
 import pickle
 from collections import OrderedDict
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, List, Sequence
 
 import numpy as np
 import pytest
@@ -147,17 +147,17 @@ def make_vision_transformer() -> nn.Module:
     weight."""
 
     def forward(m: Any, x: torch.Tensor) -> Any:
-        x = m.patches(x).flatten(2).transpose(1, 2)  # (b, 4, 8)
-        return m.head(m.encoder(torch.cat([m.token.expand(len(x), -1, -1), x], dim=1))[:, 0])
+        return m.head(m.encoder(m.patches(x).flatten(2).transpose(1, 2) + m.token)[:, 0])
 
-    blocks = nn.Sequential(*(make_attention_block() for _ in range(6)))
+    weight = functools.partial(torch.zeros, 1, 4, 8)
     encoder = Composed(
-        lambda m, x: m.norm(m.layers(x + m.position)), position=nn.Parameter(torch.zeros(1, 5, 8)), layers=blocks,
-        norm=nn.LayerNorm(8),
+        lambda m, x: m.norm(m.layers(x + m.position)), position=nn.Parameter(weight()),
+        layers=nn.Sequential(*(make_attention_block() for _ in range(6))), norm=nn.LayerNorm(8),
     )  # fmt: skip
-    token = nn.Parameter(torch.zeros(1, 1, 8))
-    parts = {"patches": nn.Conv2d(3, 8, 4, 4), "encoder": encoder, "head": nn.Linear(8, 4)}
-    return Composed(forward, token=token, **parts)
+    patches, head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 4)
+    return Composed(
+        forward, token=nn.Parameter(weight()), patches=patches, encoder=encoder, head=head
+    )
 
 
 @pytest.mark.parametrize("make, counts, by", [
@@ -278,9 +278,8 @@ def test_the_search_is_exact(units: Any, data: Any) -> None:
     costs, weights, through = (list(column) for column in zip(*units))
     costs, through[0] = [float(cost) for cost in costs], 0
     ways = list_cuts(len(units), count)
-    assert find_greatest(costs, balance(costs, count)) == min(
-        find_greatest(costs, way) for way in ways
-    )
+    greatest = [find_greatest(costs, way) for way in ways]
+    assert find_greatest(costs, balance(costs, count)) == min(greatest)
     cuts = WeightedCuts(costs, weights, through)
     allowed = [
         way for way in ways if all(sum(weights[a:b]) for a, b in zip(way, [*way[1:], len(units)]))
@@ -314,22 +313,20 @@ def test_the_cut_is_the_best_of_all(count: int, limit: float) -> None:
         work, stored = (np.cumsum([0.0, *rng.integers(1, most, units)]) for most in (9, 5))
         crossing = np.array([0.0, *rng.integers(0, 9, units - 1), 0.0])
 
-        def compute_costs(
-            first: Any, end: Any, work: Any = work, stored: Any = stored, crossing: Any = crossing
-        ) -> Callable[[int], Any]:
+        def compute_costs(first: Any, end: Any) -> Callable[[int], Any]:
             seconds = np.maximum(work[end] - work[first], 0) + crossing[first] + crossing[end]
             return lambda k: np.where(k * (stored[end] - stored[first]) <= limit, seconds, np.inf)
 
         ways = [sum_by_stage(compute_costs, way, units) for way in list_cuts(units, count)]
         least = min((max(way), sum(x * x for x in way)) for way in ways)
-        starts: Optional[Any] = find_best_cut(np.diff(work), count, compute_costs)
+        starts = find_best_cut(np.diff(work), count, compute_costs)
+        assert find_best_cut(np.diff(work), units + 1, compute_costs) is None
         if least[0] == np.inf:
             assert starts is None
             continue
-        assert starts is not None and starts[0] == 0 and len(starts) == count
+        assert starts[0] == 0 and len(starts) == count
         ours = sum_by_stage(compute_costs, starts, units)
         assert max(ours) == least[0] and sum(x * x for x in ours) == pytest.approx(least[1])
-        assert find_best_cut(np.diff(work), units + 1, compute_costs) is None
 
 
 # ---- FLOPs
@@ -385,5 +382,5 @@ def test_layers_before_a_head_are_balanced(make: Any, size: int, begins: Any) ->
     part = partition(model, x, 2)
     assert begins is None or part.begin_names() == begins
     footprint = make_footprint(model, part, observe_costs(model, x, lambda: model(x)))
-    costs = [f + b for f, b in zip(footprint.forward_flops, footprint.backward_flops)]
-    assert max(costs) * 2 / sum(costs) < 1.06
+    costs = np.add(footprint.forward_flops, footprint.backward_flops)
+    assert costs.max() / costs.mean() < 1.06

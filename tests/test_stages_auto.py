@@ -3,6 +3,7 @@ and the predictions of dry runs."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from dataclasses import replace
@@ -33,6 +34,7 @@ from tests.support.runs import DIGITS, list_faults
 
 EXAMPLE = torch.zeros(8, 64), torch.zeros(8, dtype=torch.long)
 SMALL = {"entry": "models.mlp:mlp", "args": {"inputs": 64, "width": 32, "layers": 5, "classes": 10}}
+make_small_model = functools.partial(mlp, **SMALL["args"])
 RESNET = {
     "model": {"entry": "models.resnet:preact_resnet20", "args": {"classes": 10}}, "micro_batch_size": 2,
     "data": {"name": "synthetic", "shape": [3, 32, 32], "classes": 10, "subset": 64, "test_subset": 8},
@@ -59,14 +61,19 @@ def choose_stage_names(settings: Any, **keys: Any) -> List[str]:
     """Return the modules at which the chosen stages begin."""
     method = resolve_method(settings.method)
     moments = count_config_moments(settings)
-    model = mlp(**SMALL["args"])
+    model = make_small_model()
     return choose_stages(settings, method, model, F.cross_entropy, EXAMPLE, moments, **keys)
 
 
 def list_units() -> Any:
     """Return the units of the small model."""
-    few = [part[:FEW] for part in EXAMPLE]
-    return count_units(mlp(**SMALL["args"]), few[0], (), F.cross_entropy, few[1]).units
+    inputs, labels = (part[:FEW] for part in EXAMPLE)
+    return count_units(make_small_model(), inputs, (), F.cross_entropy, labels).units
+
+
+def count_small_blocks(units: Any) -> Any:
+    """Return the heads and first units of the small model's blocks."""
+    return count_blocks(make_small_model(), EXAMPLE[0][:FEW], units)
 
 
 def list_cuts_of_units(units: Any, depths: Any) -> List[Tuple[int, ...]]:
@@ -90,8 +97,7 @@ def test_the_chosen_stages_are_the_best_of_all(keys: Any, depths: Any) -> None:
     hardware = read_hardware(settings.hardware)
     problem = make_problem(settings, units, 256.0, hardware, count_config_moments(settings))
     if "local" in settings.method:
-        model = mlp(**SMALL["args"])
-        problem = replace(problem, blocks=count_blocks(model, EXAMPLE[0][:FEW], units))
+        problem = replace(problem, blocks=count_small_blocks(units))
     sums = UnitSums(problem, settings.micro_batch_size)
     for inner in list_cuts_of_units(units, depths):
         candidate = make_candidate(settings, len(inner) + 1)
@@ -113,7 +119,7 @@ def test_a_loop_plans_with_the_state_of_its_own_optimizer() -> None:
     """Story: it was planned with the memory of plain SGD, whatever the loop had."""
     lines = []
     for kind in (torch.optim.SGD, torch.optim.AdamW):
-        model = mlp(**SMALL["args"])
+        model = make_small_model()
         optimizer = kind(model.parameters(), lr=0.1)
         keys: Any = {"stages": "auto", "microbatches": 1, "hardware": describe_devices(memory=1e3)}
         pipe = Pipeline(model, F.cross_entropy, optimizer, **keys)
@@ -128,11 +134,9 @@ def test_without_hardware_processes_are_the_stages_and_flops_the_costs(
     method: str, processes: int
 ) -> None:
     """A block has its head and its own first unit."""
-    backend, units = {"name": "distributed"}, list_units()
-    settings = make_auto_config(
-        method=method, gradient_accumulation=1, hardware=None, backend=backend
-    )
-    blocks = count_blocks(mlp(**SMALL["args"]), EXAMPLE[0][:FEW], units)
+    keys = {"method": method, "gradient_accumulation": 1, "backend": {"name": "distributed"}}
+    settings, units = make_auto_config(hardware=None, **keys), list_units()
+    blocks = count_small_blocks(units)
     greatest = {}
     for inner in list_cuts_of_units(units, [processes]):
         stages = []
@@ -202,7 +206,7 @@ def test_a_run_keeps_the_stages_that_were_chosen(tmp_path: Path, capsys: Any) ->
     output = run_train_command(capsys, *resume, "steps=3")
     assert "another steps" in output and output.count("another") == 1
     output = run_train_command(capsys, *resume, "steps=4", "hardware=v100x8")
-    assert "the run continues with another hardware" in output
+    assert "another hardware" in output
 
 
 def test_a_dry_run_predicts_its_own_cut(capsys: Any) -> None:
@@ -235,9 +239,8 @@ def test_predicted_activations_are_those_of_the_runs_memory_report(keys: Any) ->
     """
     job = build(make_auto_config(**keys))
     cut = predict_config_cut(job)
-    units = cut.problem.units
+    units, samples = cut.problem.units, job.config.micro_batch_size
     assert [units[start].name for start in cut.prediction.starts[1:]] == keys["stages"]
-    samples = job.config.micro_batch_size
     counted = sum(unit.forward_flops for unit in units) * samples
     assert counted == sum(job.footprint.forward_flops)
     predicted = [memory.activations for memory in cut.prediction.memory]

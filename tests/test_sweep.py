@@ -50,23 +50,23 @@ def test_only_the_same_divergence_on_both_backends_passes(theirs: str, word: str
 def test_a_row_has_its_commit_and_rows_of_other_versions_are_not_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_sweep(*models: str) -> None:
-        chosen = ["--models", *models] if models else []
-        monkeypatch.setattr(sys, "argv", ["sweep.py", "--out", str(tmp_path), *chosen])
+    def run_sweep(*options: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["sweep.py", "--out", str(tmp_path), *options])
         sweep.main()
 
-    row = {method: ["equal", "equal"] for method in sweep.METHODS}
-    monkeypatch.setitem(sys.modules, "tests.third_party_zoo", SimpleNamespace(MODELS=("a", "b")))
+    row, zoo = {method: ["equal", "equal"] for method in sweep.METHODS}, SimpleNamespace()
+    zoo.MODELS = ("a", "b")
+    monkeypatch.setitem(sys.modules, "tests.third_party_zoo", zoo)
     monkeypatch.setattr(sweep, "_read_versions", lambda: {"torch": "1"})
     monkeypatch.setattr(sweep, "_run_model", lambda name, limit: row)
     for name in ("b", "a"):
-        run_sweep(name)
+        run_sweep("--models", name)
     file = tmp_path / "results.json"
     stored = json.loads(file.read_text())
     assert list(stored["rows"]) == ["a", "b"] and stored["commits"].keys() == {"a", "b"}
     file.write_text(json.dumps({**stored, "versions": {"torch": "0"}}))
     with pytest.raises(BadInput, match="^--out: "):
-        run_sweep("a")
-    monkeypatch.setattr(sys.modules["tests.third_party_zoo"], "MODELS", ("a",))
+        run_sweep("--models", "a")
+    zoo.MODELS = ("a",)
     run_sweep()
     assert list(json.loads(file.read_text())["rows"]) == ["a"]

@@ -29,21 +29,16 @@ def test_csv_and_sqlite_hold_the_events(tmp_path: Path, capsys: pytest.CaptureFi
     expected = list_expected(run)
     with (tmp_path / "a.csv").open(encoding="utf-8") as file:
         head, *rows = csv.reader(file)
-    assert (
-        head
-        == [*COLUMNS]
-        == "stage device kind microbatch start_ns end_ns version bytes peer carries".split()
-    )
+    names = "stage device kind microbatch start_ns end_ns version bytes peer carries"
+    assert head == names.split()
     assert rows == [["" if value is None else str(value) for value in row] for row in expected]
     with closing(sqlite3.connect(tmp_path / "a.sqlite")) as connection:
         assert connection.execute("SELECT * FROM events").fetchall() == expected
-        assert connection.execute("SELECT count(*) FROM counters").fetchone() == (
-            len(read_trace(run).counters.time),
-        )
+        (counters,) = connection.execute("SELECT count(*) FROM counters").fetchone()
         (busy,) = connection.execute(
             "SELECT sum(end_ns - start_ns) FROM events WHERE kind = 'forward' AND device = 1"
         ).fetchone()
-    assert busy == 6 * 20_000_000
+    assert counters == len(read_trace(run).counters.time) and busy == 6 * 20_000_000
 
 
 def test_parquet_and_data_frames(tmp_path: Path) -> None:
