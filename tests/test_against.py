@@ -45,12 +45,11 @@ def compare(
     return train_against(*configs, folder, list(accumulations) or None, quiet=True)
 
 
-def make_summary(method: str, steps: int, accumulate: int, **more: Any) -> Dict[str, Any]:
-    """Make the summary of a run on four stages."""
+def make_summary(method: str, steps: int, **more: Any) -> Dict[str, Any]:
+    """Make the summary of a run on four stages with two microbatches an update."""
     return {
-        "method": method, "steps": steps, "batch": {"gradient_accumulation": accumulate}, "model": {"stages": 4},
-        "samples": steps * accumulate * 8,
-        "planned_utilization": 0.5, "modelled_utilization": None, "utilization": None,
+        "method": method, "steps": steps, "batch": {"gradient_accumulation": 2}, "model": {"stages": 4},
+        "samples": steps * 16, "planned_utilization": 0.5, "modelled_utilization": None, "utilization": None,
         "updates_per_epoch": 1000, "throughput_samples_per_second": 12.34, **more,
     }  # fmt: skip
 
@@ -83,7 +82,7 @@ def test_as_much_time_is_the_most_updates_that_fit(
     """GPipe on 4 stages needs 2 (K + 3) slots for an update; 1F1B needs 1,506 for 375 updates of 2 microbatches.
 
     Story: for data without a length the comparison ended in a traceback after both runs had trained."""
-    first = make_summary("pipedream", 375, 2, updates_per_epoch=length)
+    first = make_summary("pipedream", 375, updates_per_epoch=length)
     chosen = fit_into_time(load_short_config("method=gpipe", "steps=375"), accumulate, first, 1506)
     if steps is None:
         assert chosen is None
@@ -102,7 +101,7 @@ def test_the_experiment_at_equal_time_has_these_settings(accumulate: int) -> Non
     slots = float(job.play_updates(None, job.drains, 400)[-1])
     assert slots == 1624
     gpipe = configure(**{**grid["base"], "method": "gpipe"})
-    fitted = fit_into_time(gpipe, accumulate, make_summary("pipedream", 400, 2), slots)
+    fitted = fit_into_time(gpipe, accumulate, make_summary("pipedream", 400), slots)
     row = grid["rows"][f"GPipe N={accumulate}, equal time"]
     assert fitted.steps == row["steps"]
     assert fitted.optimizer.lr == pytest.approx(row["optimizer"]["lr"])
@@ -114,7 +113,7 @@ def test_a_fall_that_ends_with_the_run_ends_with_the_others_too() -> None:
     linear = ["steps=24", "lr_schedule={name: linear, total_steps: 24}"]
     gpipe = load_short_config("method=gpipe", "stages=2", *linear)
     for accumulate in (1, 8):
-        chosen = fit_into_time(gpipe, accumulate, make_summary("pipedream", 24, 2), 200.0)
+        chosen = fit_into_time(gpipe, accumulate, make_summary("pipedream", 24), 200.0)
         assert chosen.lr_schedule.total_steps == pytest.approx(chosen.steps, abs=1)
     local = load_short_config("method=local_sgd", "gradient_accumulation=1", *linear)
     matched = match_samples(gpipe, local)
@@ -123,7 +122,7 @@ def test_a_fall_that_ends_with_the_run_ends_with_the_others_too() -> None:
 
 def test_milestones_come_at_the_same_share_of_the_run() -> None:
     gpipe = load_short_config("method=gpipe", "lr_schedule={name: step, milestones: [2, 3]}")
-    chosen = fit_into_time(gpipe, 4, make_summary("pipedream", 24, 2), 102.0)
+    chosen = fit_into_time(gpipe, 4, make_summary("pipedream", 24), 102.0)
     share = chosen.steps * 4 / 48
     assert chosen.lr_schedule.milestones == pytest.approx([2 * share, 3 * share])
 
@@ -208,7 +207,7 @@ def test_the_better_loss_counts_where_accuracy_has_no_meaning() -> None:
         return ComparedRun(method, accumulate, 0.1, 10, 320, slots, final, [])
 
     runs = make_run("pipedream", 1.5, 100.0), make_run("gpipe", 1.25, 250.0)
-    summaries = (make_summary(run.method, 10, 2) for run in runs)
+    summaries = (make_summary(run.method, 10) for run in runs)
     same_time = [make_run("gpipe", 2.0, 99.0, 4), make_run("gpipe", 1.75, 98.0, 8)]
     printed = describe(*summaries, *runs, same_time)
     assert "test loss 1.500 by pipedream, 1.250 by gpipe: +0.250" in printed

@@ -41,7 +41,7 @@ from ipu_pipe.model.timing import StageSeconds
 from ipu_pipe.refusals import BEGIN
 from ipu_pipe.report.static_page import Curve, draw_curves
 from tests.command_line import run_here
-from tests.support.runs import DIGITS, ROOT, list_faults
+from tests.support.runs import DIGITS, ROOT, list_faults, read_column
 from tools.documented import list_blocks
 
 STAGES = ["2", "4", "6"]
@@ -670,12 +670,11 @@ def test_the_loop_of_a_config_evaluates_to_what_train_does(changes, tmp_path):
     usual = [change for change in usual if change.partition("=")[0] not in keys]
     config = ipu_pipe.load_config(DIGITS, usual + changes)
     ipu_pipe.train(config, tmp_path / "run", quiet=True)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     loop = ConfigLoop(config)
     result = compare_quietly(loop.describe_methods([config.method]), loop, stages=config.stages)
     losses = [values["loss"] for values in result.rows[0].chosen[0].evaluations]
     # a run evaluates before its first update, too
-    assert losses == [line["test_loss"] for line in lines if "test_loss" in line][1:]
+    assert losses == read_column(tmp_path / "run", "test_loss")[1:]
 
 
 @pytest.mark.slow

@@ -255,9 +255,6 @@ def assert_pieces_equal_model(model: nn.Module, begins: List[str], x: torch.Tens
             assert torch.equal(run_chain(cut, x[:rows]), model(x[:rows]))
 
 
-DENSE = [f"features.denseblock{n}.denselayer2" for n in (1, 2)]
-
-
 @pytest.mark.parametrize("make, begins, x", [
     (make_u_net, ["relu", "deep", "up"], IMAGES),
     (make_u_net, ["down", "last"], IMAGES),
@@ -267,14 +264,22 @@ DENSE = [f"features.denseblock{n}.denselayer2" for n in (1, 2)]
     (lambda: join_stages([stage.float() for stage in make_residual_stages()]), ["1", "2", "3"], torch.randn(3, 12)),
     (lambda: nn.Sequential(nn.Linear(4, 4)), [], ROWS),
     (lambda: make_three_layers(lambda m, h: m.b(h) if h.shape[1] == 4 else h), ["b", "c"], ROWS),
-    (lambda: build_third_party("bert"), ["model.bert.encoder.layer.2.attention.output"], WORDS),
-    (lambda: build_third_party("timm_swin"), ["layers.0.blocks.1.mlp", "layers.1.blocks.1"], IMAGES),
-    (lambda: build_third_party("googlenet"), ["inception3b.branch2", "inception4d.branch3"], LARGE),
-    (lambda: build_third_party("densenet"), DENSE, LARGE),
 ])  # fmt: skip
 def test_pieces_compute_the_same_as_the_model(make: Any, begins: List[str], x: Any) -> None:
     torch.manual_seed(0)
     assert_pieces_equal_model(make(), begins, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, begins, x", [
+    ("bert", ["model.bert.encoder.layer.2.attention.output"], WORDS),
+    ("timm_swin", ["layers.0.blocks.1.mlp", "layers.1.blocks.1"], IMAGES),
+    ("googlenet", ["inception3b.branch2", "inception4d.branch3"], LARGE),
+    ("densenet", ["features.denseblock1.denselayer2", "features.denseblock2.denselayer2"], LARGE),
+])  # fmt: skip
+def test_pieces_of_other_libraries_models_do_so(name: str, begins: List[str], x: Any) -> None:
+    torch.manual_seed(0)
+    assert_pieces_equal_model(build_third_party(name), begins, x)
 
 
 @pytest.mark.parametrize("used", [True, False])
@@ -419,7 +424,7 @@ def test_under_autocast_a_weight_that_stages_cast_is_refused() -> None:
         verify_cut(model, ["2"], ROWS)
 
 
-def test_hooks_on_modules_that_are_cut_are_refused_and_others_run() -> None:
+def test_hooks_on_modules_that_are_not_cut_run() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     calls: List[int] = []
     model[1][1].register_forward_hook(lambda *_: calls.append(1))
@@ -427,10 +432,6 @@ def test_hooks_on_modules_that_are_cut_are_refused_and_others_run() -> None:
     before = len(calls)
     cut[1](cut[0](ROWS))
     assert len(calls) == before + 1
-    model[1].register_forward_hook(lambda *_: None)
-    with pytest.raises(BadInput, match="stages: 1: has hooks, but stages begin inside it"):
-        cut_model(model, ["1.1"], ROWS)
-    cut_model(model, ["1"], ROWS)
 
 
 def test_orders_and_sizes_that_were_not_recorded_are_refused() -> None:

@@ -14,7 +14,7 @@ import yaml
 from ipu_pipe.errors import BadInput
 from tests.command_line import run_here
 from tests.interrupted import interrupt_at
-from tests.support.runs import ROOT, list_faults, read_metrics
+from tests.support.runs import ROOT, list_faults, read_json, read_metrics
 from tools.experiments import reproduce
 from tools.experiments.experiment import Request
 from tools.experiments.measures import collect_gaps, compute_normalized_time
@@ -27,7 +27,6 @@ from tools.experiments.training_grids import (
     run_one,
 )
 
-OPTIONS: Dict[str, Any] = {}
 TEXT = """
 title: Digits
 source: nobody, Table 0
@@ -92,21 +91,21 @@ def test_rows_and_seeds_are_run_and_compared(grid_file: Path, tmp_path: Path) ->
     files = {file.name: file for file in outcome.write(tmp_path / "results")}
     pictures = ["accuracy_by_epoch.png", "accuracy_by_time.png"]
     assert list(files) == ["results.json", "table.md", *pictures]
-    assert json.loads(files["results.json"].read_text())["rows"] == rows
+    assert read_json(files["results.json"])["rows"] == rows
 
 
 def test_an_interrupted_run_is_resumed(grid_file: Path, tmp_path: Path) -> None:
     config = read_grid(grid_file).make_config("sync", 0)
-    whole = run_one(config, str(tmp_path / "whole"), OPTIONS)
+    whole = run_one(config, str(tmp_path / "whole"), {})
     with interrupt_at(9):
-        run_one(config, str(tmp_path / "cut"), OPTIONS)
-    assert run_one(config, str(tmp_path / "cut"), OPTIONS)["curve"] == whole["curve"]
+        run_one(config, str(tmp_path / "cut"), {})
+    assert run_one(config, str(tmp_path / "cut"), {})["curve"] == whole["curve"]
     # a run whose config has an unknown key is measured again
     measured = tmp_path / "cut" / "measured.json"
-    old = json.loads(measured.read_text())
+    old = read_json(measured)
     old["asked"]["config"]["renamed"], old["curve"] = 1, []
     measured.write_text(json.dumps(old))
-    assert run_one(config, str(tmp_path / "cut"), OPTIONS)["curve"] == whole["curve"]
+    assert run_one(config, str(tmp_path / "cut"), {})["curve"] == whole["curve"]
 
 
 def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
@@ -137,7 +136,7 @@ def test_each_row_is_tuned_on_its_own_and_compared_at_equal_time(
     assert results["verdicts"][0]["claim"].endswith("at equal time")
     # keys that a newer version adds do not repeat finished runs
     measured = next(tmp_path.rglob("measured.json"))
-    old = json.loads(measured.read_text())
+    old = read_json(measured)
     del old["asked"]["config"]["recompute"], old["asked"]["measure"]["window"]
     measured.write_text(json.dumps(old))
     monkeypatch.setattr(

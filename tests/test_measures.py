@@ -20,7 +20,7 @@ from ipu_pipe.model.loss import SumOfLosses
 from ipu_pipe.run.build import build
 from ipu_pipe.run.train import train
 from ipu_pipe.schedule.methods import Structure
-from tests.staged_models import join_stages
+from tests.staged_models import join_stages, make_mlp_stages
 from tests.support.models import Composed
 from tests.support.runs import DIGITS, list_faults
 from tools.experiments import measures
@@ -90,14 +90,6 @@ def test_the_last_blocks_local_gradient_is_the_true_one_and_others_are_not(name:
     assert (None in angles) == (name == "last") and (len(angles) == 1) == (name == "whole")
 
 
-def make_tanh_layers() -> List[nn.Module]:
-    torch.manual_seed(3)
-    return [
-        nn.Sequential(nn.Linear(a, b), nn.Tanh()).double()
-        for a, b in ((12, 10), (10, 9), (9, 8), (8, 4))
-    ]
-
-
 def flatten_gradients(loss: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     grads = torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
     return torch.cat([g.flatten() for g in grads])
@@ -105,7 +97,8 @@ def flatten_gradients(loss: torch.Tensor, layer: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_angles_are_those_of_gradients_written_out(overlap: int) -> None:
-    stages, (x, y) = make_tanh_layers(), make_measured_batch()
+    torch.manual_seed(3)
+    stages, (x, y) = [stage.double() for stage in make_mlp_stages()], make_measured_batch()
     model = make_measured_model(Structure(overlap=overlap), stages)
     blocks: Any = get_blocks(model)
     # of each layer's weights and biases, by the blocks that contain it
@@ -164,9 +157,9 @@ def test_angles_are_judged_by_the_second_half_of_the_updates(
 ) -> None:
     rows = []
     for seed in range(3):
-        later = [angle if angle is None else angle + seed * rises for angle in angles[:1]]
-        curve = [[0, 170.0, 170.0, 170.0, 0.0]]
-        curve += [[update, *later, *angles[1:], 0.0] for update in (50, 100)]
+        first = angles[0] and angles[0] + seed * rises
+        later = [[update, first, *angles[1:], 0.0] for update in (50, 100)]
+        curve = [[0, 170.0, 170.0, 170.0, 0.0], *later]
         rows.append({"label": "greedy", "seed": seed, "step": 100, "curve": curve})
     verdicts = measures.judge_angles(rows)
     assert [verdict.verdict for verdict in verdicts] == expected
@@ -196,8 +189,10 @@ def test_training_samples_are_evaluated_without_augmentation_by_the_final_output
     tmp_path: Path,
 ) -> None:
     """The curve has means over updates; the final weights are those without a measure."""
-    changes = "data.augment=true data.subset=32 data.test_subset=100 steps=10 stages=4 optimizer.lr=0.1 micro_batch_size=8"
-    config = load_config(DIGITS, [*changes.split(), "method=local_greedy", "backend.threads=1"])
+    config = load_config(DIGITS, [
+        "data.augment=true", "data.subset=32", "data.test_subset=100", "steps=10", "stages=4", "optimizer.lr=0.1",
+        "micro_batch_size=8", "method=local_greedy", "backend.threads=1",
+    ])  # fmt: skip
     fine, coarse = (
         measures.measure_fit(config, tmp_path, MeasureOptions(name="fit", every=every), False)
         for every in (1, 5)

@@ -4,15 +4,15 @@ agrees with the stored verdicts."""
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
-from typing import FrozenSet, List, Optional, Set, Tuple
+from typing import FrozenSet, List, Optional, Set
 
 import yaml
 
+from tests.support.runs import ROOT, read_json
 from tools.experiments import overview
 from tools.experiments.catalogue import find_experiments
 from tools.experiments.theory_figures import FIGURES
@@ -28,11 +28,9 @@ from tools.experiments.verdicts import (
     UNLIKELY,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 WORDS = (SHOWN, LIKELY, UNLIKELY, CONTRADICTED, UNDECIDED, NOT_COUNTED, NOT_RUN)
 OFF = re.compile(r"predicted, off by ([\d.e+]+) (%|points)")
-Row = Tuple[str, str, str, str, str]
 # of later methods, in none of the five papers
 OF_NO_PAPER = {"async_frontier", "delayed_muon"}
 
@@ -43,19 +41,15 @@ def list_experiments() -> FrozenSet[str]:
     return frozenset(one.name for one in find_experiments([]))
 
 
-def read_paper_rows() -> List[Row]:
+def read_paper_rows() -> List[List[str]]:
     """Return the rows of the papers' tables, cell by cell."""
     lines = (RESULTS / "papers.md").read_text(encoding="utf-8").splitlines()
-    cells = [
+    rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in lines
         if line.startswith("| ")
     ]
-    return [
-        (a, b, c, d, e)
-        for a, b, c, d, e in (row for row in cells if len(row) == 5)
-        if a not in ("item", "---")
-    ]
+    return [row for row in rows if len(row) == 5 and row[0] not in ("item", "---")]
 
 
 def list_numbers(text: str) -> List[int]:
@@ -73,9 +67,7 @@ def compute_status(name: str, claims: str) -> str:
     file = RESULTS / name / "results.json"
     if not file.is_file():
         return NOT_RUN
-    verdicts = [
-        verdict["verdict"] for verdict in json.loads(file.read_text(encoding="utf-8"))["verdicts"]
-    ]
+    verdicts = [verdict["verdict"] for verdict in read_json(file)["verdicts"]]
     if not verdicts:  # the paper's words are of a picture
         return UNDECIDED
     chosen = list_numbers(claims) or range(1, len(verdicts) + 1)
@@ -113,8 +105,10 @@ def find_test(name: str) -> Optional[ast.FunctionDef]:
     path = ROOT / file
     if not path.is_file():
         return None
-    functions = [one for one in parse_module(path).body if isinstance(one, ast.FunctionDef)]
-    return next((function for function in functions if function.name == test), None)
+    functions = {
+        one.name: one for one in parse_module(path).body if isinstance(one, ast.FunctionDef)
+    }
+    return functions.get(test)
 
 
 @lru_cache(maxsize=None)

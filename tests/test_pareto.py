@@ -9,6 +9,7 @@ from typing import Any, List, Optional
 import pytest
 
 from tests.command_line import run_here
+from tests.support.runs import read_json
 from tools import pareto
 from tools.experiments import costs, training_grids
 
@@ -44,7 +45,7 @@ def test_costs_are_those_of_the_first_update_whose_mean_of_five_losses_is_low_en
     done = run_here(pareto, *arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
-    assert results == json.loads((tmp_path / "out" / "pareto.json").read_text())
+    assert results == read_json(tmp_path / "out" / "pareto.json")
     assert (tmp_path / "out" / "pareto.png").stat().st_size > 0
 
     counted = costs.Flops(**results["costs"])

@@ -28,7 +28,7 @@ from ipu_pipe.stability.recurrences import make_delayed_sgd, make_pipemare
 from ipu_pipe.update.rules import RULES, Rule
 from tests.support.flows import train_updates
 from tests.support.models import Composed
-from tests.support.runs import DIGITS, assert_same, list_faults
+from tests.support.runs import DIGITS, assert_same, list_faults, read_json
 from tools.experiments import stability as command
 from tools.experiments.theory_figures import (
     compute_largest_curvature,
@@ -338,7 +338,7 @@ def test_figures_are_data_and_pictures(tmp_path: Path, capsys: pytest.CaptureFix
     arguments = ["pipemare_16", "pb_3", "--out", str(tmp_path), "--json"]
     content = json.loads(run_stability_command(capsys, *arguments))
     assert list(content) == ["pipemare_16", "pb_3"]
-    assert json.loads((tmp_path / "pb_3.json").read_text()) == content["pb_3"]
+    assert read_json(tmp_path / "pb_3.json") == content["pb_3"]
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in content)
     lines = {line["label"]: line for line in content["pipemare_16"]["panels"][0]["lines"]}
     assert max(lines["no discrepancy"]["y"]) < max(lines["the same, T2 (D = 0.1)"]["y"])

@@ -197,18 +197,6 @@ def test_steps_within_a_circle_have_all_roots_inside_it() -> None:
     assert inside_count > 300
 
 
-def measure_growth(path: np.ndarray, window: int) -> np.ndarray:
-    """Return the factor per update by which a simulated w, shape (updates + 1, ...), grew over its last two windows.
-
-    It is nearly the root radius; infinity where w overflowed, 0 where it vanished.
-    """
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        last = np.abs(path[-window:]).max(axis=0)
-        previous = np.abs(path[-2 * window : -window]).max(axis=0)
-        factor = (last / previous) ** (1 / window)
-    return np.where(np.isfinite(last), np.where(previous > 0, factor, 0.0), np.inf)
-
-
 def test_stability_need_not_be_monotone() -> None:
     """With an immediate backward and momentum a step that is too large is unstable, and a larger
     one is stable again."""
@@ -227,10 +215,13 @@ def test_simulated_recurrences_grow_as_their_roots_predict() -> None:
         recurrence = draw_recurrence(rng)
         steps = np.exp(rng.uniform(np.log(1e-2), np.log(4), 24))
         radius = compute_root_radius(derive_loop_gain(recurrence), steps)
-        growth = measure_growth(simulate(recurrence, steps=steps, updates=500), 200)
+        path = np.abs(simulate(recurrence, steps=steps, updates=500))
+        previous, last = path[-400:-200].max(axis=0), path[-200:].max(axis=0)
+        # a w that overflows is not finite, one that vanishes is 0 in both windows
+        falls = (last <= previous) & np.isfinite(last)
         is_clear = np.abs(radius - 1) > 0.02
         clear_count += is_clear.sum()
-        assert ((growth < 1) == (radius < 1))[is_clear].all(), recurrence
+        assert (falls == (radius < 1))[is_clear].all(), recurrence
     assert clear_count > 500
 
 
@@ -334,11 +325,11 @@ def run_algorithm_1(lr: float, blocks: int, updates: int, seeds: int = 6) -> Blo
     return BlockRuns(losses, squares, largest)
 
 
-@pytest.mark.parametrize("lr", [0.3 / L, 0.03 / L])
-def test_rpd_stays_below_its_bound(lr: float) -> None:
+def test_rpd_stays_below_its_bound() -> None:
     """Run Algorithm 1 on a quadratic, and take the bound with the block gradients of the run."""
-    runs = run_algorithm_1(lr, 3, 200)
-    assert runs.squares.mean() < bound_rpd(lr, 200, 3, 7, GAP, L, runs.largest).total
+    for lr in (0.3 / L, 0.03 / L):
+        runs = run_algorithm_1(lr, 3, 200)
+        assert runs.squares.mean() < bound_rpd(lr, 200, 3, 7, GAP, L, runs.largest).total
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 6])

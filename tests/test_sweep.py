@@ -11,14 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from ipu_pipe.errors import BadInput
+from tests.support.runs import ROOT, read_json
 from tools import sweep
 
-STORED = Path(__file__).resolve().parents[1] / "docs" / "results" / "third_party"
+STORED = ROOT / "docs" / "results" / "third_party"
 
 
 def test_no_stored_run_is_silently_wrong_or_crashes() -> None:
     """The table is that of the stored results."""
-    stored = json.loads((STORED / "results.json").read_text())
+    stored = read_json(STORED / "results.json")
     assert (STORED / "table.md").read_text() == sweep.format_table(stored)
     assert len(stored["rows"]) >= 60
     for name, row in stored["rows"].items():
@@ -62,11 +63,11 @@ def test_a_row_has_its_commit_and_rows_of_other_versions_are_not_mixed(
     for name in ("b", "a"):
         run_sweep("--models", name)
     file = tmp_path / "results.json"
-    stored = json.loads(file.read_text())
+    stored = read_json(file)
     assert list(stored["rows"]) == ["a", "b"] and stored["commits"].keys() == {"a", "b"}
     file.write_text(json.dumps({**stored, "versions": {"torch": "0"}}))
     with pytest.raises(BadInput, match="^--out: "):
         run_sweep("--models", "a")
     zoo.MODELS = ("a",)
     run_sweep()
-    assert list(json.loads(file.read_text())["rows"]) == ["a"]
+    assert list(read_json(file)["rows"]) == ["a"]
