@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ipu_pipe
@@ -128,6 +129,16 @@ def build_third_party(name: str, **settings: Any) -> nn.Module:
 # ---- layers a, b and c, with a forward of their own between a and c
 
 
+class DoublingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
 @dataclass
 class Activations:
     data: torch.Tensor
@@ -155,9 +166,22 @@ def count_forwards(m: Any, h: torch.Tensor) -> torch.Tensor:
     return m.b(h)  # type: ignore[no-any-return]
 
 
+def keep_number(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.seen[0] = float(h.detach()[0].sum())
+    return h
+
+
 def keep_tensor(m: Any, h: torch.Tensor) -> torch.Tensor:
     m.a.stored = h
     return m.reader(m.b(h * 1))  # type: ignore[no-any-return]
+
+
+def overwrite_view(m: Any, h: torch.Tensor) -> torch.Tensor:
+    h = h * 1
+    rows = h[:, :2]
+    b = m.b(h * 2)
+    h += 1
+    return b + rows.sum() + h  # type: ignore[no-any-return]
 
 
 def penalize_gradient(m: Any, h: torch.Tensor) -> Any:
@@ -180,8 +204,11 @@ REFUSED: Dict[str, Tuple[Way, str]] = {
     "item": (lambda m, h: m.b(h if h.sum() > 0 else -h), r"stage 0: a number read from a tensor \(if, item, int\)"),
     "list": (lambda m, h: m.b(h * max(h.tolist()[0])), "stage 0: tolist in the model's own forward: "),
     "allclose": (lambda m, h: m.b(h) if torch.allclose(h, h + 1) else h, "stage 0: allclose in the model's own forward"),
+    "dropout": (lambda m, h: m.b(F.dropout(h, training=m.training)), "not the same model: the output of b"),
     "kept aside": (keep_tensor, "reader in the model's own forward: its add reads a tensor that .* aside"),
     "cache": (lambda m, h: m.b(m.take(StoreCache(h))), "take in the model's own forward: it takes a StoreCache, "),
+    "own backward": (lambda m, h: m.b(DoublingFunction.apply(h)), "not the same model"),  # type: ignore[no-untyped-call]
+    "view": (overwrite_view, "not the same model"),
     "buffer": (rebind_buffer, r"the buffer of count is the first tensor that differs, by up to 2.0e\+00"),
     "random": (lambda m, h: m.b(h) + torch.rand(4), "a stage begins inside the model itself, which draws random numbers"),
     "counted": (alternate, DIFFERS),
@@ -189,6 +216,7 @@ REFUSED: Dict[str, Tuple[Way, str]] = {
     "numpy": (lambda m, h: m.b(h) if np.random.rand() < 2 else h, "draws from Python's random or numpy's, which no seed of a"),
     "vmap": (lambda m, h: m.b(torch.vmap(lambda row: row * row.sum())(h)), "made inside torch.func"),
     "given": (lambda m, h: m.b(h) / (1 + m.scale(h)), DIFFERS),
+    "number aside": (lambda m, h: m.b(m.probe(h)) / (1 + m.probe.seen[0]), DIFFERS),
     "generator": (lambda m, h: m.b(m.own(h)), r"the output of own \(stage 0\) differs each time: something draws"),
 }  # fmt: skip
 
@@ -196,16 +224,16 @@ REFUSED: Dict[str, Tuple[Way, str]] = {
 def make_three_layers(way: Way) -> nn.Module:
     """Return three layers; `way` runs the second one.
 
-    It may use `scale`, which returns a Python number read from a tensor, `own`, which draws from a
-    generator of its own, `reader`, which adds what it was given, and `take`, which takes a tensor
-    out of an object.
+    It may use `scale`, which returns a Python number read from a tensor, `probe`, which stores such
+    a number, `own`, which draws from a generator of its own, `reader`, which adds what it was
+    given, and `take`, which takes a tensor out of an object.
     """
     generator, first = torch.Generator().manual_seed(1), nn.Linear(4, 4)
     first.stored = None  # type: ignore[assignment]
     return Composed(
         lambda m, x: m.c(way(m, m.drop(m.a(x)))), kept=1, counts=[1], a=first, b=nn.Linear(4, 4),
         c=nn.Linear(4, 4), drop=nn.Dropout(0.5), count=torch.zeros(()),
-        scale=Composed(lambda m, h: float(h.detach().abs().max())),
+        scale=Composed(lambda m, h: float(h.detach().abs().max())), probe=Composed(keep_number, seen=[0.0]),
         own=Composed(lambda m, h: h + torch.rand(4, generator=generator)),
         reader=Composed(lambda m, h: h + m.others[0].stored, others=[first]),
         take=Composed(lambda m, h: h.data),

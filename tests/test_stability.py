@@ -237,8 +237,8 @@ def test_t2_as_printed_shrinks_the_stable_range_that_t2_as_trained_enlarges() ->
     """Delays 40 and 39, Delta 100."""
     trained = make_pipemare(40, 39, 100.0, compute_discrepancy_decay(None, 1))
     recurrences = (make_pipemare(40, 39, 100.0), read_newest_delta(trained), trained)
-    without, printed, as_trained = (find_limit(one) for one in recurrences)
-    assert printed < 0.7 * without and without < 0.3 * as_trained
+    limits = [find_limit(one) for one in recurrences]
+    assert limits == pytest.approx([0.008257, 0.004988, 0.038783], rel=1e-3)
 
 
 def test_t2_enlarges_the_stable_range_in_all_sampled_settings() -> None:
@@ -285,97 +285,122 @@ def test_half_lives_are_the_worst_root_over_the_range_of_curvatures() -> None:
 # ---- bounds
 
 
-# f = mean over b of (x - c_b)' A (x - c_b) / 2, with A = MATRIX and c_b = CENTRES[b]
-DRAWN = np.random.default_rng(0).normal(size=(6, 30))
-MATRIX = DRAWN @ DRAWN.T / 30
-CENTRES = np.random.default_rng(1).normal(size=(5, 6))
-LEAST = CENTRES.mean(axis=0)
-GAP = float(LEAST @ MATRIX @ LEAST / 2)
-MU, L = (float(np.linalg.eigvalsh(MATRIX)[i]) for i in (0, -1))
+class Quadratic(NamedTuple):
+    """f = mean over b of (x - c_b)' A_b (x - c_b) / 2; its gradient is (mean x - offset)."""
+
+    matrices: Any
+    centres: Any
+    mean: Any
+    offset: Any
+    least: Any
+    L: float
+
+
+def make_quadratic(seed: int) -> Quadratic:
+    """Draw five matrices and their optima."""
+    rng = np.random.default_rng(seed)
+    roots = rng.normal(size=(5, 6, 6))
+    A = roots @ roots.transpose(0, 2, 1) / 6
+    centres = rng.normal(size=(5, 6))
+    mean, offset = A.mean(axis=0), np.einsum("bij,bj->i", A, centres) / len(A)
+    greatest = float(np.linalg.eigvalsh(mean).max())
+    return Quadratic(A, centres, mean, offset, np.linalg.solve(mean, offset), greatest)
 
 
 class BlockRuns(NamedTuple):
-    """Runs of Algorithm 1 on the quadratic: f above its least value and the squared norm of its
-    gradient before each update, (seeds, updates), and the largest gradient of a block."""
+    """Runs of Algorithm 1 on a quadratic: f and the squared norm of its gradient before each update,
+    (seeds, updates), and the largest gradient of a block."""
 
-    losses: np.ndarray
-    squares: np.ndarray
+    losses: Any
+    squares: Any
     largest: float
+    gap: float
 
 
 def run_algorithm_1(lr: float, blocks: int, updates: int, seeds: int = 6) -> BlockRuns:
-    """Run RPD by its definition, from 0."""
+    """Run RPD by its definition on the quadratic of seed 0; losses are above the least one."""
+    A, centres, mean, offset, least, _ = make_quadratic(0)
     delay, size = compute_greatest_delay(blocks), 6 // blocks
     losses, squares = np.zeros((2, seeds, updates))
     largest = 0.0
     for seed in range(seeds):
         rng, path = np.random.default_rng(seed), [np.zeros(6)]
         for k in range(updates):
-            gradient = MATRIX @ (path[k] - LEAST)
-            losses[seed, k] = (path[k] - LEAST) @ gradient / 2
-            squares[seed, k] = gradient @ gradient
-            ages = rng.integers(0, min(delay, k) + 1, blocks).repeat(size)
-            stale = np.array([path[k - age][i] for i, age in enumerate(ages)])
-            s, b = rng.integers(blocks), rng.integers(5)
+            away = path[k] - least
+            losses[seed, k] = away @ mean @ away / 2
+            squares[seed, k] = np.sum((mean @ path[k] - offset) ** 2)
+            age = rng.integers(0, min(delay, k) + 1, blocks)
+            stale = np.concatenate(
+                [path[k - d][j * size : (j + 1) * size] for j, d in enumerate(age)]
+            )
+            s, b = rng.integers(blocks), rng.integers(len(A))
             block = slice(s * size, (s + 1) * size)
-            drawn = (MATRIX @ (stale - CENTRES[b]))[block]
-            largest = max(largest, float(np.linalg.norm(drawn)))
+            gradient = (A[b] @ (stale - centres[b]))[block]
+            largest = max(largest, float(np.linalg.norm(gradient)))
             path.append(path[k].copy())
-            path[-1][block] -= lr * drawn
-    return BlockRuns(losses, squares, largest)
+            path[-1][block] -= lr * gradient
+    return BlockRuns(losses, squares, largest, float(least @ mean @ least / 2))
 
 
 def test_rpd_stays_below_its_bound() -> None:
     """Run Algorithm 1 on a quadratic, and take the bound with the block gradients of the run."""
+    L, blocks, updates = make_quadratic(0).L, 3, 400
     for lr in (0.3 / L, 0.03 / L):
-        runs = run_algorithm_1(lr, 3, 200)
-        assert runs.squares.mean() < bound_rpd(lr, 200, 3, 7, GAP, L, runs.largest).total
+        runs = run_algorithm_1(lr, blocks, updates)
+        assert (
+            runs.squares.mean() < bound_rpd(lr, updates, blocks, 7, runs.gap, L, runs.largest).total
+        )
 
 
 @pytest.mark.parametrize("blocks", [2, 3, 6])
 def test_rpd_stays_below_theorem_h1(blocks: int) -> None:
     """On a quadratic mu is the least eigenvalue. In 6 settings, with the block gradients of the
     runs; without noise the bound is the loss at the start, and shrinks by 1 - lr mu / P."""
+    quadratic = make_quadratic(0)
+    L, mu = quadratic.L, float(np.linalg.eigvalsh(quadratic.mean).min())
     delay = compute_greatest_delay(blocks)
     for lr in (0.3 / L, 0.01 / L):
         runs = run_algorithm_1(lr, blocks, 300)
         for k in (1, 100, 299):
-            bound = bound_rpd_pl(lr, k, blocks, delay, GAP, L, runs.largest, MU)
+            bound = bound_rpd_pl(lr, k, blocks, delay, runs.gap, L, runs.largest, mu)
             assert runs.losses[:, k].mean() < bound
-        after_one = bound_rpd_pl(lr, 1, blocks, delay, GAP, L, 0.0, MU)
-        assert after_one == pytest.approx(runs.losses[0, 0] * (1 - lr * MU / blocks))
+        after_one = bound_rpd_pl(lr, 1, blocks, delay, runs.gap, L, 0.0, mu)
+        assert after_one == pytest.approx(runs.losses[0, 0] * (1 - lr * mu / blocks))
 
 
 def test_local_sgd_stays_below_its_bound() -> None:
-    replicas, local, rounds, blocks, lr = 4, 5, 40, 3, 0.1 / L
+    A, centres, mean, offset, least, L = make_quadratic(1)
+    replicas, local, rounds, blocks = 4, 5, 40, 3
+    lr = 0.1 / L
     norms, square, deviation = [], 0.0, 0.0
     for seed in range(4):
         rng, x = np.random.default_rng(seed), np.zeros((replicas, 6))
-        for update in range(rounds * local):
-            norms.append(np.sum((MATRIX @ (x.mean(axis=0) - LEAST)) ** 2))
-            for r in range(replicas):
-                gradients = (x[r] - CENTRES) @ MATRIX
-                away = gradients - gradients.mean(axis=0)
-                square = max(square, (gradients**2).sum(axis=1).mean())
-                deviation = max(deviation, (away**2).sum(axis=1).mean())
-                x[r] -= lr * gradients[rng.integers(5)]
-            if update % local == local - 1:
-                x[:] = x.mean(axis=0)
-    passes, sizes = rounds * local * blocks * replicas, (math.sqrt(square), math.sqrt(deviation))
-    bound = bound_local_sgd(lr, passes, blocks, replicas, local, GAP, L, *sizes)
+        for _ in range(rounds):
+            for _ in range(local):
+                norms.append(float(np.sum((mean @ x.mean(axis=0) - offset) ** 2)))
+                for r in range(replicas):
+                    every = np.einsum("bij,bj->bi", A, x[r] - centres)
+                    away = every - every.mean(axis=0)
+                    square = max(square, float((every**2).sum(axis=1).mean()))
+                    deviation = max(deviation, float((away**2).sum(axis=1).mean()))
+                    x[r] = x[r] - lr * every[rng.integers(len(A))]
+            x[:] = x.mean(axis=0)
+    passes, gap = rounds * local * blocks * replicas, float(offset @ least / 2)
+    sizes = (math.sqrt(square), math.sqrt(deviation))
+    bound = bound_local_sgd(lr, passes, blocks, replicas, local, gap, L, *sizes)
     assert np.mean(norms) < bound.total
 
 
 def test_bounds_have_their_parts() -> None:
     """Compare with values computed by hand for lr 1/2, K 100, P 4, gap 3, L 2, G 5."""
-    sizes = (3.0, 2.0, 5.0)
-    bound = bound_rpd(0.5, 100, 4, 14, *sizes)
+    bound = bound_rpd(0.5, 100, 4, 14, 3.0, 2.0, 5.0)
     assert bound == (2 * 4 * 3 / 50, 0.5 * 4 * 2 * 25, 0.25 * 4 * 196 * 25)
-    assert bound.total == pytest.approx(sum(bound))
-    local = bound_local_sgd(0.5, 1600, 4, 4, 5, *sizes, 1.5)
+    assert bound.total == pytest.approx(sum(bound[:3]))
+    local = bound_local_sgd(0.5, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5)
     assert local == (2 * 3 / (0.5 * 100), 0.5 * 2 * 2.25 / 4, 4 * 0.25 * 25 * 25 * 4)
-    assert math.isnan(bound_local_sgd(0.51, 1600, 4, 4, 5, *sizes, 1.5).total)
+    assert math.isnan(bound_local_sgd(0.51, 1600, 4, 4, 5, 3.0, 2.0, 5.0, 1.5).total)
     assert [compute_greatest_delay(P) for P in (2, 3, 8, 9)] == [3, 7, 60, 76]
-    settled = bound_rpd_pl(0.1, 10**6, 4, 14, *sizes, 0.5)
-    parts = bound_rpd(0.1, 10**6, 4, 14, *sizes)
+    settled = bound_rpd_pl(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0, 0.5)
+    parts = bound_rpd(0.1, 10**6, 4, 14, 3.0, 2.0, 5.0)
     assert settled == pytest.approx(parts.noise + parts.staleness)
+    assert bound_rpd_pl(0.1, 0 + 1, 4, 14, 3.0, 2.0, 5.0, 0.5) > 3.0 * (1 - 0.1 * 0.5 / 4)
