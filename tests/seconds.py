@@ -8,7 +8,7 @@ writes two lists, which tests/conftest.py reads; if files are named, only their 
   processor time, its processes counted; of each function the cheapest case stays, unless it takes more than half a
   second. A case that found a fault of tests/mutants stays always.
 - tests/nightly_cases.txt, marked nightly: `make test-slow` leaves them out. These are the slow cases that take more than
-  one second beside a cheaper one of their function, and all of more than twelve seconds. Of the functions of COMMON the
+  half a second beside a cheaper one of their function, and all of more than ten seconds. Of the functions of COMMON the
   cheapest case stays.
 
 A case that was renamed runs again with the others.
@@ -32,8 +32,8 @@ FAULTS = Path(__file__).with_name("mutants") / "results.json"
 DEAR = 0.1
 # what even the only case of a function may take
 DEAREST = 0.5
-NIGHTLY = 1.0
-NIGHTLIEST = 12.0
+NIGHTLY = 0.5
+NIGHTLIEST = 10.0
 # no quicker test does what these do
 COMMON = (
     "tests/test_first_hour.py::test_readmes_commands_work_in_an_empty_home",

@@ -231,17 +231,18 @@ def test_the_best_step_of_each_row_is_reported_with_the_papers_claim(tmp_path: P
     runs = {
         0: list_step_runs(("A", 0.5, 1.0), ("A", 0.25, 2.0), ("B", 0.5, np.inf), ("B", 0.25, 4.0)),
         1: list_step_runs(("A", 0.5, 3.0), ("A", 0.25, 2.0), ("B", 0.5, np.inf), ("B", 0.25, 5.0)),
+        2: list_step_runs(("A", 0.5, 1.5), ("B", 0.25, 4.5)),
     }
     outcome = grid.make_experiment().report(vector_grids.compare(grid, runs), tmp_path)
     outcome.write(tmp_path)
     a, b = outcome.results["rows"]
-    assert (a["final"], a["final_by_seed"]) == (1.5, {"0": 1.0, "1": 2.0})
-    assert a["step_by_seed"] == {"0": 0.5, "1": 0.25}
+    assert (a["final"], a["final_by_seed"]) == (1.5, {"0": 1.0, "1": 2.0, "2": 1.5})
+    assert a["step_by_seed"] == {"0": 0.5, "1": 0.25, "2": 0.5}
     assert (b["final"], b["stable_steps"], b["slots"]) == (4.5, [0.25], 2)
     verdicts = [verdict["verdict"] for verdict in outcome.results["verdicts"]]
     assert verdicts == ["shown", "contradicted", "not run"] and not outcome.results["agrees"]
     assert json.loads((tmp_path / "results.json").read_text())["rows"][0]["step"] == 0.5
-    assert "| A | 2^-1, 2^-2 | " in (tmp_path / "table.md").read_text()
+    assert "| A | 2^-1, 2^-2, 2^-1 | 1.5 +- 0.5 | " in (tmp_path / "table.md").read_text()
     assert (tmp_path / "curves.png").exists()
 
 

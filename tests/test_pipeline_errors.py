@@ -246,7 +246,7 @@ def test_two_open_pipelines_share_no_modules_and_no_weights(tmp_path: Path) -> N
     train(make_pipeline(model=model), 1)
 
 
-@pytest.mark.parametrize("value", ["x", True, 10**30, torch.zeros(2)])
+@pytest.mark.parametrize("value", ["x", True, 10**30, 1e300, torch.zeros(2)])
 def test_a_setting_that_is_no_number_is_refused_before_the_batch_is_given(value: Any) -> None:
     pipe = make_pipeline()
     train(pipe, 1)
@@ -257,6 +257,15 @@ def test_a_setting_that_is_no_number_is_refused_before_the_batch_is_given(value:
     group["lr"] = rate
     train(pipe, 1)
     assert pipe.updates == 2
+
+
+@pytest.mark.parametrize("setting", ["lr", "dampening"])
+def test_a_setting_beyond_float32_is_refused_before_the_first_batch(setting: str) -> None:
+    """Story: PyTorch's optimizer failed in the middle of the first update."""
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.1, setting: 1e300})
+    with pytest.raises(BadInput, match=f"^optimizer: {setting}: 1e\\+300: .*float32"):
+        ipu_pipe.Pipeline(model, cross_entropy, optimizer, stages=1)
 
 
 @pytest.mark.parametrize("method, scope", [("gpipe", "global"), ("pipedream", "stage")])

@@ -134,9 +134,18 @@ def _is_like(value: Any, default: Any) -> bool:
         return True
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    # torch takes no whole number beyond 64 bits
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and (isinstance(value, float) or abs(value) < 2**63)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    # torch takes no whole number beyond 64 bits, and no finite one beyond the range of the weights' type
+    largest = 2**63 - 1 if isinstance(value, int) else torch.finfo(torch.float32).max
+    return not largest < abs(value) < math.inf
+
+
+def _explain_unlike(key: str, value: Any, default: Any) -> str:
+    """Return why a setting may not stand for its default."""
+    is_too_large = isinstance(value, float) and isinstance(default, (int, float))
+    allowed = "in the range of float32" if is_too_large else f"of the kind of {show(default)}"
+    return f"optimizer: {key}: {show(value)}: must be {allowed}"
 
 
 class SharedState(MutableMapping):  # type: ignore[type-arg]
@@ -295,6 +304,10 @@ class OptimizerHandle:
         # SAM's two halves of a step
         if needs_closure or hasattr(optimizer, "second_step"):
             raise BadInput(explain_closure(optimizer))
+        for group in optimizer.param_groups:
+            for key, default in optimizer.defaults.items():
+                if not _is_like(value := group.get(key), default):
+                    raise BadInput(_explain_unlike(key, value, default))
         if heads is not None:
             require_settings_of(optimizer, "heads", heads)
         trained = {id(p) for p in model.parameters()}
@@ -581,10 +594,7 @@ class OptimizerHandle:
                 value = group.get(key)
                 # most are unchanged, and a look costs less than a test
                 if value is not default and not _is_like(value, default):
-                    raise RuntimeError(
-                        f"step: optimizer: {key}: {show(value)}: must be of the kind of "
-                        f"{show(default)}"
-                    )
+                    raise RuntimeError(f"step: {_explain_unlike(key, value, default)}")
 
     def record(self, k: int) -> None:
         """Copy the settings of all groups as those of update k.

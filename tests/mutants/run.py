@@ -1,12 +1,13 @@
 """Put each fault of mutants.txt into a copy of the library, and run the tests that import the changed file.
 
-    python -m tests.mutants.run                 all of them, on two processes; takes hours
+    python -m tests.mutants.run                 all of them, on two processes; takes MINUTES
     python -m tests.mutants.run "drain" --jobs 1    those whose idea or file has the word
     python -m tests.mutants.run --missing       those without a result in results.json
     python -m tests.mutants.run --list          print them without a run
 
-The first test that fails ends a fault's run; small files come first. Where none finds it, the others of the default
-suite run, and then the slow ones of the same files: tests/seconds.py keeps in the default suite what found a fault.
+The case that found a fault before comes first. Where it finds nothing, all tests of these files run, small files first,
+until one fails; then the others of the default suite, and then the slow ones of the same files. tests/seconds.py keeps in
+the default suite what found a fault.
 A fault that no test finds is printed as SURVIVED, and the command ends with code 1.
 """
 
@@ -108,8 +109,8 @@ def _list_imports(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def run_mutant(mutant: Mutant) -> Dict[str, object]:
-    """Run the tests of one fault; return the first that fails, and the seconds."""
+def run_mutant(mutant: Mutant, found_by: str) -> Dict[str, object]:
+    """Run the tests of one fault, at first the case that found it before; return the first that fails, and the seconds."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -122,8 +123,11 @@ def run_mutant(mutant: Mutant) -> Dict[str, object]:
         mutant.apply(root)
         files = list_test_files(mutant.file)
         others = [f"--ignore={file}" for file in (*files, *READERS)]
+        # a case that is gone is no failure
+        finds_again = found_by and _find_failure(root, found_by, "-m", "") == found_by
         killed_by = (
-            _find_failure(root, *files)
+            (found_by if finds_again else "")
+            or _find_failure(root, *files)
             or _find_failure(root, *others)
             or _find_failure(root, *files, "-m", "slow")
         )
@@ -179,7 +183,8 @@ def main() -> int:
     ).stdout.strip()
     survivors = 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for mutant, result in zip(mutants, pool.map(run_mutant, mutants)):
+        found_by = [results.get(mutant.idea, {}).get("killed_by", "") for mutant in mutants]
+        for mutant, result in zip(mutants, pool.map(run_mutant, mutants, found_by)):
             survivors += not result["killed_by"]
             results[mutant.idea] = {**result, "commit": commit}
             print(
