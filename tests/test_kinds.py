@@ -29,7 +29,7 @@ SET = TensorDataset(X, Y)
 SHORT = {"micro_batch_size": 8, "steps": 2, "log": {"tensorboard": False}}
 
 
-def weigh_loss(weight: nn.Parameter) -> nn.Module:
+def make_weighted_loss(weight: nn.Parameter) -> nn.Module:
     """Return a loss with a parameter."""
 
     def compute(module: Any, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ WRONG: Dict[
     "data: a DataLoader: must be a DataSource": {"data": DataLoader(SET, 8)},
     "loss: 3: must be a function of outputs and labels": {"loss": 3},
     "loss: Composed: weight: no optimizer would train": {
-        "loss": weigh_loss(nn.Parameter(torch.ones(1)))
+        "loss": make_weighted_loss(nn.Parameter(torch.ones(1)))
     },
     r"loss: it fails on the model's output, a tensor of shape \(8, 4\) and labels \(8,\), .*: Zero": {
         "loss": divide_by_zero
@@ -163,7 +163,7 @@ def test_a_loss_may_have_weights_of_the_model_and_frozen_weights(tmp_path: Path)
     net = make_two_stage_model()
     how = {"model": net, "data": make_loaders(), "quiet": True, "overwrite": True}
     for weight in (net[0].bias, nn.Parameter(torch.ones(1), requires_grad=False)):
-        loss = weigh_loss(weight)
+        loss = make_weighted_loss(weight)
         report = ipu_pipe.train(ipu_pipe.configure(**SHORT), tmp_path / "run", loss=loss, **how)
         assert report["steps"] == 2
 

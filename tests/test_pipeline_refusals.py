@@ -62,14 +62,14 @@ def add_layers(*modules: nn.Module) -> Callable[[], nn.Module]:
     ).double()
 
 
-def count_calls(module: Any, x: torch.Tensor) -> torch.Tensor:
+def count_forwards_in_place(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Change a buffer and read it."""
     module.count += 1
     return x + module.count.real / 100
 
 
 def make_counter(dtype: torch.dtype = torch.float64) -> nn.Module:
-    return Composed(count_calls, count=torch.zeros((), dtype=dtype))
+    return Composed(count_forwards_in_place, count=torch.zeros((), dtype=dtype))
 
 
 def carry(tensor: torch.Tensor) -> nn.Module:
@@ -413,12 +413,12 @@ def assert_both_refuse(line: str, case: Case, folder: Path, **others: Any) -> No
     assert of_config.replace("configure: ", "").lower().startswith(expected.lower())
 
 
-def is_quick(line: str) -> bool:
+def is_quick_line(line: str) -> bool:
     """Return whether a case has no blocks, whose heads take time."""
     return not REFUSED[line].get("method", "").startswith("local_")
 
 
-@pytest.mark.parametrize("line", mark_slow(REFUSED, is_quick))
+@pytest.mark.parametrize("line", mark_slow(REFUSED, is_quick_line))
 def test_config_and_pipeline_refuse_in_their_own_words(line: str, tmp_path: Path) -> None:
     assert_both_refuse(line, REFUSED[line], tmp_path)
 

@@ -246,7 +246,7 @@ def list_walks(acts: Sequence[str]) -> List[Walk]:
     return [Walk(method, {2: [act]}) for act in acts for method in METHODS]
 
 
-def train_on_rank(rank: int, walks: List[Walk], drops: bool) -> List[Any]:
+def train_walks_on_rank(rank: int, walks: List[Walk], drops: bool) -> List[Any]:
     """Train walks on this rank. Return what became of each."""
     train = functools.partial(train_by_pipeline, backend="distributed")
     return [follow_remedies(walk, train, drops) for walk in walks]
@@ -254,7 +254,7 @@ def train_on_rank(rank: int, walks: List[Walk], drops: bool) -> List[Any]:
 
 def compare_ranks(groups: RankGroups, walks: List[Walk], drops: bool = False) -> List[Outcome]:
     """Train walks on two ranks. Return what became of each, on both ranks."""
-    ranks = groups.call(2, train_on_rank, walks, drops, seconds=1800)
+    ranks = groups.call(2, train_walks_on_rank, walks, drops, seconds=1800)
     return [compare_walk(weights, walk) for results in ranks for weights, walk in results]
 
 
