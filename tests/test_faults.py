@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Dict, List, Sequence, Tuple
+from unittest import mock
 
 import pytest
 import torch
@@ -502,19 +503,23 @@ def test_a_user_fault_on_one_rank_is_reported_by_that_rank_alone(tmp_path: Path)
 # ---- workers
 
 
-def test_a_launcher_that_exits_while_torch_is_imported_is_not_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Story: the watchdog then watched the process that orphans get as their parent, for ever."""
+def watch_launchers(rank: int) -> None:
+    """Assert whom the process that imported the library watches after its launcher has exited, and
+    whom a fork of it watches."""
     parents: List[int] = []
-    monkeypatch.setattr(launcher, "end_with", lambda parent, line: parents.append(parent))
-    before = os.getppid()
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    launcher.end_with_launcher()
-    # a forked process has another parent than the one that imported the library
-    monkeypatch.setattr(os, "getpid", lambda: 2)
-    launcher.end_with_launcher()
-    assert parents == [before, 1]
+    record = mock.patch.object(launcher, "end_with", lambda parent, line: parents.append(parent))
+    with record, mock.patch.object(os, "getppid", lambda: 1):
+        for process in (launcher._STARTED[0], 2):
+            with mock.patch.object(os, "getpid", lambda process=process: process):
+                launcher.end_with_launcher()
+    assert parents == [launcher._STARTED[1], 1]
+
+
+def test_a_launcher_that_exits_while_torch_is_imported_is_not_forgotten() -> None:
+    """Story: the watchdog then watched the process that orphans get as their parent, for ever."""
+    assert launcher._STARTED == (os.getpid(), os.getppid())
+    # in a fork, because a watchdog of this process would see another parent, too, and end it
+    forked.fork_ranks(1, watch_launchers)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
