@@ -1,6 +1,6 @@
 """Put each fault of mutants.txt into a copy of the library, and run the tests that import the changed file.
 
-    python -m tests.mutants.run                 all of them, on two processes; takes minutes while the known cases find them
+    python -m tests.mutants.run                 all of them, on two processes; six minutes while the known cases find them
     python -m tests.mutants.run "drain" --jobs 1    those whose idea or file has the word
     python -m tests.mutants.run --missing       those without a result in results.json
     python -m tests.mutants.run --list          print them without a run
