@@ -246,7 +246,10 @@ def test_two_open_pipelines_share_no_modules_and_no_weights(tmp_path: Path) -> N
     train(make_pipeline(model=model), 1)
 
 
-@pytest.mark.parametrize("value", ["x", True, 10**30, 1e300, torch.zeros(2)])
+BEYOND = torch.tensor(1e300, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("value", ["x", True, 10**30, 1e300, BEYOND, torch.zeros(2)])
 def test_a_setting_that_is_no_number_is_refused_before_the_batch_is_given(value: Any) -> None:
     pipe = make_pipeline()
     train(pipe, 1)
@@ -259,13 +262,41 @@ def test_a_setting_that_is_no_number_is_refused_before_the_batch_is_given(value:
     assert pipe.updates == 2
 
 
-@pytest.mark.parametrize("setting", ["lr", "dampening"])
-def test_a_setting_beyond_float32_is_refused_before_the_first_batch(setting: str) -> None:
+@pytest.mark.parametrize("settings, keys, place", [
+    ({"lr": 1e300}, {}, "optimizer: lr: "),
+    ({"lr": BEYOND}, {}, "optimizer: lr: "),
+    ({"dampening": 1e300}, {}, "optimizer: dampening: "),
+    ({}, {"by_stage": {"lr": [0.1, 1e300]}}, "by_stage: lr: "),
+    ({}, {"method": "local_greedy", "heads": {"weight_decay": 1e300}}, "heads: weight_decay: "),
+])  # fmt: skip
+def test_a_setting_beyond_float32_is_refused_before_the_first_batch(
+    settings: Any, keys: Any, place: str
+) -> None:
     """Story: PyTorch's optimizer failed in the middle of the first update."""
-    model = nn.Linear(6, 5)
-    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.1, setting: 1e300})
-    with pytest.raises(BadInput, match=f"^optimizer: {setting}: 1e\\+300: .*float32"):
-        ipu_pipe.Pipeline(model, cross_entropy, optimizer, stages=1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **settings})
+    with pytest.raises(BadInput, match=f"^{place}.*float32"):
+        pipe = ipu_pipe.Pipeline(model, cross_entropy, optimizer, stages=["1"], **keys)
+        pipe.step(torch.randn(4, 6), torch.zeros(4).long())
+
+
+class ScaledSGD(torch.optim.SGD):
+    """An optimizer with a setting of several numbers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1)
+        self.defaults["scales"] = torch.ones(3)
+        self.param_groups[0]["scales"] = torch.ones(3)
+
+
+def test_a_setting_may_be_several_numbers() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    optimizer = ScaledSGD(model.parameters())
+    with ipu_pipe.Pipeline(model, cross_entropy, optimizer, stages=["1"]) as pipe:
+        pipe.step(torch.randn(4, 6), torch.zeros(4).long())
+        optimizer.param_groups[0]["scales"] = torch.zeros(2)
+        with pytest.raises(RuntimeError, match="^step: optimizer: scales: "):
+            pipe.step(torch.randn(4, 6), torch.zeros(4).long())
 
 
 @pytest.mark.parametrize("method, scope", [("gpipe", "global"), ("pipedream", "stage")])

@@ -4,6 +4,7 @@ group, settings of heads.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Iterable, Mapping
 
 import torch
@@ -231,6 +232,37 @@ def count_replicas(replicas: int, process_group: Any, data_group: Any) -> int:
     return len(ranks)
 
 
+def explain_unlike(value: Any, default: Any) -> str:
+    """Return why a setting of an optimizer may not stand for its default, "" if it may.
+
+    A number stands for a number, and several numbers for as many.
+    """
+    if _is_like(value, default):
+        return ""
+    is_single = isinstance(value, torch.Tensor) and value.numel() == 1
+    is_number = isinstance(value, float) or is_single
+    is_too_large = is_number and not isinstance(default, (tuple, list))
+    allowed = "in the range of float32" if is_too_large else f"of the kind of {show(default)}"
+    return f"{show(value)}: must be {allowed}"
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    if isinstance(default, (tuple, list)):
+        is_sequence = isinstance(value, (tuple, list)) and len(value) == len(default)
+        return is_sequence and all(map(_is_like, value, default))
+    if isinstance(default, bool) or not isinstance(default, (int, float, torch.Tensor)):
+        return True
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.dtype is not torch.float64:
+            return value.numel() == (default.numel() if isinstance(default, torch.Tensor) else 1)
+        value = value.item()
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    # torch takes no whole number beyond 64 bits, and converts others to the type of the weights
+    largest = 2**63 - 1 if isinstance(value, int) else torch.finfo(torch.float32).max
+    return not largest < abs(value) < math.inf
+
+
 def require_settings_of(
     optimizer: torch.optim.Optimizer, argument: str, settings: Mapping[str, Any]
 ) -> None:
@@ -251,6 +283,9 @@ def require_settings_of(
             for key in unknown
         ]
     )
+    for key, value in settings.items():
+        if why := explain_unlike(value, optimizer.defaults[key]):
+            raise BadInput(f"{argument}: {key}: {why}")
     # the constructors of PyTorch's own optimizers check values, and have no effect
     if not kind.__module__.startswith("torch.optim."):
         return

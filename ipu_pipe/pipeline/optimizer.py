@@ -31,7 +31,7 @@ from ipu_pipe.errors import BadInput, summarize
 from ipu_pipe.job.record import ComparedSettings
 from ipu_pipe.local.blocks import HEADS
 from ipu_pipe.model.shards import ShardEntries, Shards
-from ipu_pipe.pipeline.arguments import parse_by_stage, require_settings_of
+from ipu_pipe.pipeline.arguments import explain_unlike, parse_by_stage, require_settings_of
 from ipu_pipe.text import describe_kind, show
 from ipu_pipe.update.optimizer import (
     ELEMENTWISE,
@@ -123,29 +123,6 @@ def _ask_constructor(optimizer: torch.optim.Optimizer, settings: Mapping[str, An
     except (TypeError, ValueError) as error:
         return [summarize(error)]
     return []
-
-
-def _is_like(value: Any, default: Any) -> bool:
-    """Return whether a setting may stand for its default: a number, or numbers, for the same."""
-    if isinstance(default, (tuple, list)):
-        is_sequence = isinstance(value, (tuple, list)) and len(value) == len(default)
-        return is_sequence and all(map(_is_like, value, default))
-    if isinstance(default, bool) or not isinstance(default, (int, float, torch.Tensor)):
-        return True
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    # torch takes no whole number beyond 64 bits, and no finite one beyond the range of the weights' type
-    largest = 2**63 - 1 if isinstance(value, int) else torch.finfo(torch.float32).max
-    return not largest < abs(value) < math.inf
-
-
-def _explain_unlike(key: str, value: Any, default: Any) -> str:
-    """Return why a setting may not stand for its default."""
-    is_too_large = isinstance(value, float) and isinstance(default, (int, float))
-    allowed = "in the range of float32" if is_too_large else f"of the kind of {show(default)}"
-    return f"optimizer: {key}: {show(value)}: must be {allowed}"
 
 
 class SharedState(MutableMapping):  # type: ignore[type-arg]
@@ -306,8 +283,8 @@ class OptimizerHandle:
             raise BadInput(explain_closure(optimizer))
         for group in optimizer.param_groups:
             for key, default in optimizer.defaults.items():
-                if not _is_like(value := group.get(key), default):
-                    raise BadInput(_explain_unlike(key, value, default))
+                if why := explain_unlike(group.get(key), default):
+                    raise BadInput(f"optimizer: {key}: {why}")
         if heads is not None:
             require_settings_of(optimizer, "heads", heads)
         trained = {id(p) for p in model.parameters()}
@@ -593,8 +570,8 @@ class OptimizerHandle:
             for key, default in self.optimizer.defaults.items():
                 value = group.get(key)
                 # most are unchanged, and a look costs less than a test
-                if value is not default and not _is_like(value, default):
-                    raise RuntimeError(f"step: {_explain_unlike(key, value, default)}")
+                if value is not default and (why := explain_unlike(value, default)):
+                    raise RuntimeError(f"step: optimizer: {key}: {why}")
 
     def record(self, k: int) -> None:
         """Copy the settings of all groups as those of update k.
