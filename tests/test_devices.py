@@ -26,6 +26,7 @@ from ipu_pipe.model.devices import (
     DeviceKind,
     find_kind,
     fork_random,
+    get_accelerator_name,
     get_kind,
     list_accelerators,
     list_generators,
@@ -221,6 +222,19 @@ def test_group_backends_are_those_that_torch_has(monkeypatch: pytest.MonkeyPatch
     assert kind.get_group_backend() is None
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     assert DeviceKind("cuda").get_group_backend() == "nccl"
+
+
+@pytest.mark.skipif(not hasattr(torch, "accelerator"), reason="needs torch 2.6")
+def test_an_accelerator_that_torch_is_built_for_need_not_be_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Story: with PyTorch's build for CUDA on a machine without a GPU, `compare` trained one after
+    another, because trainings would share the accelerator."""
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: cuda)
+    for is_here, name in ((False, ""), (True, "cuda")):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda is_here=is_here: is_here)
+        assert get_accelerator_name() == name
 
 
 def test_the_accelerators_here_are_listed(xyz: Module, monkeypatch: pytest.MonkeyPatch) -> None:

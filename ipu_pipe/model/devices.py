@@ -219,8 +219,10 @@ class DeviceKind(NamedTuple):
 def get_accelerator_name() -> str:
     """Return the kind that torch.accelerator drives; "" without one, and before torch 2.6."""
     accelerator = getattr(torch, "accelerator", None)
-    current = None if accelerator is None else accelerator.current_accelerator()
-    return "" if current is None else str(current.type)
+    # a build for CUDA names it on machines without a GPU, too
+    if accelerator is None or not accelerator.is_available():
+        return ""
+    return str(accelerator.current_accelerator().type)
 
 
 def _drives(name: str) -> bool:
