@@ -41,8 +41,8 @@ train: install
 # Two tests run at a time. JOBS=1 runs one after another.
 JOBS ?= 2
 
-# `test` leaves out the tests marked slow (CONTRIBUTING.md). `test-slow` runs these alone, without those that are marked nightly, too.
-# `test-all` runs all.
+# `test` leaves out the tests marked slow (CONTRIBUTING.md). `test-slow` runs these alone, except those that are also marked nightly.
+# `test-all` runs all tests.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test: install

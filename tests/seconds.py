@@ -32,14 +32,21 @@ FAULTS = Path(__file__).with_name("mutants") / "results.json"
 DEAR = 0.1
 # what even the only case of a function may take
 DEAREST = 0.5
+# `make test-slow` takes eleven minutes with these
 NIGHTLY = 0.5
 NIGHTLIEST = 10.0
 # no quicker test does what these do
 COMMON = (
+    "tests/test_families.py::test_two_processes_do_what_the_page_says",
+    "tests/test_first_hour.py::test_each_step_of_a_guide_says_what_the_page_shows",
     "tests/test_first_hour.py::test_readmes_commands_work_in_an_empty_home",
+    "tests/test_measures.py::test_each_measure_writes_its_results",
     "tests/test_mesh.py::test_a_mesh_gives_the_emulators_weights",
+    "tests/test_mesh.py::test_a_state_goes_from_the_emulator_to_a_mesh_and_back",
+    "tests/test_poptorch_starts.py::test_a_config_trains_saves_and_resumes_on_the_double",
     "tests/test_processes.py::test_two_nodes_give_the_emulators_weights_and_all_outputs",
     "tests/test_seam.py::test_walks_on_two_ranks_have_the_weights_of_the_literal_replay",
+    "tests/test_simulation.py::test_a_rank_may_be_lost_at_any_call",
 )
 
 _seconds: Dict[str, float] = {}
