@@ -30,7 +30,7 @@ from torch import nn
 
 import ipu_pipe
 from ipu_pipe.cli import compare as compare_command
-from ipu_pipe.comparison import comparing, stage_times
+from ipu_pipe.comparison import comparing, processes, stage_times
 from ipu_pipe.comparison.config_loop import ConfigLoop
 from ipu_pipe.comparison.kept_trainings import describe_loop
 from ipu_pipe.comparison.processes import open_workers
@@ -521,8 +521,10 @@ def test_where_every_training_diverges_at_once_no_times_are_claimed():
 
 def test_the_price_comes_first_and_why_trainings_are_one_after_another(capsys, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    # tests before it may have left threads in this process, another reason
+    # other reasons: tests before it may have left threads in this process, and here may be a GPU
     monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(processes, "get_accelerator_name", lambda: "")
     compare_quietly(["gpipe", "pipedream"], seeds=2, processes=None, quiet=False)
     first, more = capsys.readouterr().out.splitlines()[:2]
     assert first.startswith("compare: 2 methods x 1 rate x 2 seeds: 4 trainings")
